@@ -1,0 +1,46 @@
+"""Nanoseconds as text and back, exactly: RFC 3339 with nine digits. Never a float, never a datetime (DESIGN section 3)."""
+
+from __future__ import annotations
+
+import re
+from calendar import timegm
+from datetime import UTC, datetime
+from functools import lru_cache
+
+NS = 1_000_000_000
+_RFC3339 = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?Z\Z", re.ASCII)
+
+
+@lru_cache(maxsize=4096)
+def _second_text(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S") if second >= 0 else _refuse(second)
+
+
+def _refuse(value: object) -> str:
+    raise ValueError(f"{value!r} is not a time of keepstep's: RFC 3339 in UTC with up to nine decimals, from 1970 on")
+
+
+@lru_cache(maxsize=4096)
+def _second_of(text: str) -> int:
+    value = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S")
+    return timegm(value.timetuple())
+
+
+def text_of(time_ns: int) -> str:
+    """1_500_000_000 -> '1970-01-01T00:00:01.500000000Z'."""
+    second, rest = divmod(time_ns, NS)
+    try:
+        return f"{_second_text(second)}.{rest:09d}Z"
+    except (OverflowError, OSError, ValueError):
+        return _refuse(time_ns)
+
+
+def ns_of(text: str) -> int:
+    """The inverse of `text_of`. Raises ValueError."""
+    if len(text) == 30 and text[19] == "." and text[29] == "Z" and (digits := text[20:29]).isdecimal():
+        return _second_of(text[:19]) * NS + int(digits)
+    match = _RFC3339.match(text)
+    if not match:
+        _refuse(text)
+        raise AssertionError
+    return _second_of(match[1]) * NS + int((match[2] or "0").ljust(9, "0"))

@@ -1,0 +1,177 @@
+"""What the decider writes, and the timers it is told of. Each carries `trigger` (LEDGER sequence of the input it was decided at)
+and `ledger_digest` (running digest of the ledger as folded up to that input), so that lost or split history is noticed."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from events.envelope import NAME_MAX, TEXT_MAX, Fact
+from events.incident import Symptom
+from events.job import Mode
+
+Rung = Literal[
+    "evict", "diagnose", "reattempt", "aggregate_stacks", "roll_back", "group_test", "hand_over", "wait", "planned", "none"
+]
+Verb = Literal["stop_attempt", "evict_node", "wake_standby", "start_attempt", "notify"]
+
+
+class Decided(Fact):
+    """What all of the decider's events hold."""
+
+    trigger: int = Field(ge=1)
+    ledger_digest: str
+
+
+class DeciderStarted(Fact):
+    """A decider took over, with this code. Not decided from an input: the only event of the decider's with a random id."""
+
+    TYPE: ClassVar[str] = "keepstep.decider_started.v1"
+    worker: str
+    code_version: str
+    read_up_to: int = Field(ge=0)
+    ledger_digest: str
+
+
+class IncidentOpened(Decided):
+    """Trouble on a job begins. `epoch` counts the job's incidents from 1. `first_evidence_ns`: when it was first seen."""
+
+    TYPE: ClassVar[str] = "keepstep.incident_opened.v1"
+    incident: str
+    job: str = Field(max_length=NAME_MAX)
+    epoch: int = Field(ge=1)
+    attempt: int = Field(ge=0)
+    symptom: Symptom
+    first_evidence_ns: int = Field(ge=0)
+    step: int = -1
+
+
+class EvidenceJudged(Decided):
+    """What the decider made of one signal: it belongs to an incident, or it is recorded and opens nothing, and why."""
+
+    TYPE: ClassVar[str] = "keepstep.evidence_judged.v1"
+    incident: str = ""
+    signal: str
+    verdict: Literal["attached", "recorded", "stale", "ended_attempt", "sympathetic", "shared_cause", "evicted_node", "not_in_job"]
+    because: str = Field(default="", max_length=TEXT_MAX)
+
+
+class SharedCause(Decided):
+    """Many nodes of one rack, switch or of the whole bus in trouble together: one cause, one page."""
+
+    TYPE: ClassVar[str] = "keepstep.shared_cause.v1"
+    incident: str
+    scope: Literal["rack", "switch", "fleet"]
+    name: str = Field(max_length=NAME_MAX)
+    nodes: int = Field(ge=1)
+    of: int = Field(ge=1)
+    symptom: Symptom
+
+
+class TimerSet(Decided):
+    """A question to be asked again at `at_ns`. `purpose` says which; a timer that is no longer wanted is ignored when it fires."""
+
+    TYPE: ClassVar[str] = "keepstep.timer_set.v1"
+    timer: str
+    job: str = Field(max_length=NAME_MAX)
+    incident: str
+    purpose: Literal["culprit_window", "silence_window", "recovery_deadline", "action_deadline", "quiet", "hold_expiry"]
+    at_ns: int = Field(ge=0)
+
+
+class TimerFired(Fact):
+    """Delivered by the broker at its time, under the timer's role."""
+
+    TYPE: ClassVar[str] = "keepstep.timer_fired.v1"
+    timer: str
+    job: str = Field(max_length=NAME_MAX)
+    incident: str
+    purpose: str
+
+
+class DecisionMade(Decided):
+    """The decider's choice. `because`: the rule and its numbers in one sentence. `mode`: observe (this is what it would have
+    done), approve (waits for a yes) or auto. `vetoed`: what stood against acting (budget, no standby, a hold), if anything."""
+
+    TYPE: ClassVar[str] = "keepstep.decision_made.v1"
+    decision: str
+    incident: str
+    job: str = Field(max_length=NAME_MAX)
+    epoch: int = Field(ge=0)
+    ordinal: int = Field(ge=1)
+    rung: Rung
+    rule: str
+    mode: Mode
+    nodes: tuple[str, ...] = ()
+    because: str = Field(max_length=TEXT_MAX)
+    vetoed: Literal["", "budget", "no_standby", "hold", "attempts", "not_available"] = ""
+    policy_digest: str
+    catalogue_digest: str
+    code_version: str
+
+
+class RankPlace(Fact):
+    """Ranks `first_rank` to `first_rank + count - 1` on a node."""
+
+    node: str = Field(max_length=NAME_MAX)
+    first_rank: int = Field(ge=0)
+    count: int = Field(ge=1)
+
+
+class IntentIssued(Decided):
+    """What an actuator is told to do. `key` is a digest of incident, epoch, rung and ordinal: the same key is done once.
+    `attempt`: the one that is stopped or started. Not to be begun after `expires_ns` (broker time)."""
+
+    TYPE: ClassVar[str] = "keepstep.intent_issued.v1"
+    key: str
+    decision: str
+    incident: str
+    job: str = Field(max_length=NAME_MAX)
+    epoch: int = Field(ge=0)
+    verb: Verb
+    attempt: int = Field(default=0, ge=0)
+    node: str = Field(default="", max_length=NAME_MAX)
+    nodes: tuple[str, ...] = ()
+    places: tuple[RankPlace, ...] = ()
+    world_size: int = Field(default=0, ge=0)
+    graceful: bool = False
+    text: str = Field(default="", max_length=TEXT_MAX)
+    expires_ns: int = Field(ge=0)
+
+
+class IncidentClosed(Decided):
+    """The incident is over. `mechanism`: the rung that ended it, as the census counts it. Times in broker ns, 0 where there is
+    none; `decided_ns` is the last decision before health, `back_ns` the first confirmed healthy step."""
+
+    TYPE: ClassVar[str] = "keepstep.incident_closed.v1"
+    incident: str
+    job: str = Field(max_length=NAME_MAX)
+    epoch: int = Field(ge=1)
+    symptom: Symptom
+    mechanism: Rung
+    outcome: Literal["recovered", "handed_over", "cleared", "superseded", "job_ended"]
+    nodes: tuple[str, ...] = ()
+    first_evidence_ns: int
+    opened_ns: int
+    decided_ns: int = 0
+    back_ns: int = 0
+    step_before: int = -1
+    step_restored: int = -1
+
+
+class AttemptEnded(Decided):
+    """An attempt is over: its telemetry opens nothing any more."""
+
+    TYPE: ClassVar[str] = "keepstep.attempt_ended.v1"
+    job: str = Field(max_length=NAME_MAX)
+    attempt: int
+    reason: Literal["stopped", "finished", "failed"]
+
+
+class Diverged(Decided):
+    """On taking over, deriving an input again gave something else than what was recorded. The recorded decision stands."""
+
+    TYPE: ClassVar[str] = "keepstep.diverged.v1"
+    recorded: str
+    derived: str

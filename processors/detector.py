@@ -1,0 +1,234 @@
+"""What every detector is: a pure fold of one key's observations into claims; and the fold of a whole partition around it.
+
+    detect(state, clock, seen) -> (state, claims)
+
+The partition's fold is what the Faust worker, the in-memory pipeline and replay all run: bytes in, events out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from events import subjects
+from events.clock import NS
+from events.envelope import AnyEvent, Fact
+from events.ids import derived_id
+from events.ports import HELD_HEADER, Record
+from events.presence import SettingsAdopted, Tick
+from events.registry import Malformed, make, parse
+from processors.policy import Detectors
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One observation as a detector sees it. `time_ns`: broker time; `seen_ns`: broker time when it was seen, that is less what
+    it waited in a spool. `node` and `job` ('' for a node's own) are the subject's, which alone is believed."""
+
+    sequence: int
+    time_ns: int
+    seen_ns: int
+    node: str
+    job: str
+    event: AnyEvent
+    #: What derived ids stand on: the event's id; for a tick, which has the same bytes each time, its sequence.
+    trigger: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionClock:
+    """A partition's time as the broker's ticks told it, and the settings in force. `now_ns`: greatest broker time seen (0: none).
+    Until `suspended_until_ns`, no absence may be judged: ticks had a gap, so the broker or this history stood still.
+    `heard_from_ns`: broker time from which this history is whole; absence that began before counts from there."""
+
+    sequence: int = 0
+    now_ns: int = 0
+    last_tick_ns: int = 0
+    suspended_until_ns: int = 0
+    heard_from_ns: int = 0
+    settings: Detectors = field(default_factory=Detectors)
+
+    @property
+    def absence_judged(self) -> bool:
+        return self.now_ns >= self.suspended_until_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a detector says: a fact for LEDGER about a job ('' for none) and its attempt, and the observations it stands on."""
+
+    job: str
+    attempt: int
+    fact: Fact
+    causes: tuple[str, ...] = ()
+
+
+class Detector(Protocol[S]):
+    """A pure fold by key. States are frozen and survive a round trip through `dump` and `load`."""
+
+    @property
+    def name(self) -> str: ...
+    def key_of(self, seen: Seen) -> str:
+        """The key (a node's or job's name) that an observation belongs to."""
+        ...
+
+    def empty(self, key: str) -> S: ...
+    def detect(self, state: S, clock: PartitionClock, seen: Seen) -> tuple[S, tuple[Claim, ...]]:
+        """`seen.event` is an observation of the key's, or a Tick (of no node), given to each key in key order."""
+        ...
+
+    def dump(self, state: S) -> Any:
+        """Plain JSON values."""
+        ...
+
+    def load(self, key: str, value: Any) -> S: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An event to append, and where."""
+
+    subject: str
+    event: AnyEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A record that cannot be read: for DEADLETTER, with one sentence."""
+
+    record: Record
+    reason: str
+
+
+@dataclass(slots=True)
+class Keyed(Generic[S]):
+    state: S
+    #: The sequence last folded into it: older records are skipped, so that reading again changes nothing.
+    sequence: int
+
+
+class PartitionFold(Generic[S]):
+    """All keys of one partition. Mutable only as a container: every change goes through the detector's pure `detect`."""
+
+    def __init__(self, detector: Detector[S]) -> None:
+        self.detector = detector
+        self.clock = PartitionClock()
+        self.keys: dict[str, Keyed[S]] = {}
+        #: Keys whose state changed since the caller last cleared this.
+        self.changed: set[str] = set()
+
+    def feed(self, record: Record) -> tuple[list[Outgoing], Refused | None]:
+        """Folds one record. Records at or below a key's own sequence change nothing for that key."""
+        head = record.subject.split(".", 1)[0]
+        if head == "clock":
+            return self._feed_clock(record)
+        try:
+            seen = read(record)
+        except (Malformed, subjects.BadName) as error:
+            return [], Refused(record, str(error))
+        if record.time_ns > self.clock.now_ns:
+            self.clock = replace(self.clock, now_ns=record.time_ns)
+        key = self.detector.key_of(seen)
+        out: list[Outgoing] = []
+        self._one(key, seen, out)
+        return out, None
+
+    def _feed_clock(self, record: Record) -> tuple[list[Outgoing], Refused | None]:
+        out: list[Outgoing] = []
+        if record.subject.endswith(".schedule"):
+            return out, None
+        try:
+            event = parse(record.data)
+        except Malformed as error:
+            return out, Refused(record, str(error))
+        if record.sequence > self.clock.sequence:
+            if isinstance(event.data, SettingsAdopted):
+                try:
+                    settings = Detectors.model_validate_json(event.data.settings)
+                except ValueError as error:
+                    return out, Refused(record, f"settings that do not validate: {str(error)[:300]}")
+                self.clock = replace(self.clock, sequence=record.sequence, settings=settings)
+            elif isinstance(event.data, Tick):
+                self.clock = ticked(self.clock, record)
+        if isinstance(event.data, Tick):
+            seen = Seen(record.sequence, record.time_ns, record.time_ns, "", "", event, f"tick-{record.sequence}")
+            for key in sorted(self.keys):
+                self._one(key, seen, out)
+        return out, None
+
+    def _one(self, key: str, seen: Seen, out: list[Outgoing]) -> None:
+        keyed = self.keys.get(key)
+        if keyed is None:
+            keyed = self.keys[key] = Keyed(self.detector.empty(key), 0)
+        if seen.sequence <= keyed.sequence:
+            return
+        state, claims = self.detector.detect(keyed.state, self.clock, seen)
+        if state is not keyed.state or claims:
+            keyed.state = state
+            keyed.sequence = seen.sequence
+            self.changed.add(key)
+        for ordinal, claim in enumerate(claims):
+            out.append(_outgoing(self.detector.name, key, seen, claim, ordinal))
+
+
+def ticked(clock: PartitionClock, record: Record) -> PartitionClock:
+    """The clock after a tick: a gap suspends the rules of absence for the grace period."""
+    now = max(clock.now_ns, record.time_ns)
+    heard = clock.heard_from_ns or now
+    suspended = clock.suspended_until_ns
+    settings = clock.settings
+    if clock.last_tick_ns == 0 or now - clock.last_tick_ns > int(settings.tick_gap_s * NS):
+        suspended, heard = now + int(settings.grace_s * NS), now
+    return replace(
+        clock, sequence=record.sequence, now_ns=now, last_tick_ns=now, suspended_until_ns=suspended, heard_from_ns=heard
+    )
+
+
+def read(record: Record) -> Seen:
+    """A stored telemetry record (`tn.<p>.<node>.<kind>`, `tj.<p>.<node>.<job>.<kind>`) as an observation. Raises Malformed,
+    BadName. The subject's node, job and kind are the truth: an envelope that differs is refused."""
+    parts = record.subject.split(".")
+    if not ((parts[0] == "tn" and len(parts) == 4) or (parts[0] == "tj" and len(parts) == 5)):
+        raise Malformed(f"{record.subject[:200]} is not a subject of telemetry")
+    node = subjects.name(parts[2])
+    job = subjects.name(parts[3]) if parts[0] == "tj" else ""
+    event = parse(record.data)
+    if event.subject != node:
+        raise Malformed(f"the envelope speaks for {event.subject[:80]!r}, its subject for {node[:80]!r}")
+    if parts[0] == "tj" and event.job != job:
+        raise Malformed(f"the envelope speaks of job {event.job[:80]!r}, its subject of {job[:80]!r}")
+    if event.data.kind() != parts[-1]:
+        raise Malformed(f"a {event.data.kind()} on the subject of {parts[-1][:80]!r}")
+    held = record.headers.get(HELD_HEADER, "0")
+    held_ns = int(held) if held.isascii() and held.isdigit() and len(held) < 20 else 0
+    return Seen(record.sequence, record.time_ns, max(0, record.time_ns - held_ns), node, job, event, event.id)
+
+
+def _outgoing(detector: str, key: str, seen: Seen, claim: Claim, ordinal: int) -> Outgoing:
+    kind = claim.fact.kind()
+    event = make(
+        claim.fact,
+        id=derived_id(f"detector/{detector}", key, seen.trigger, kind, ordinal),
+        source=f"detector/{detector}",
+        subject=key,
+        time=seen.time_ns,
+        causes=claim.causes,
+        job=claim.job,
+        attempt=claim.attempt,
+    )
+    return Outgoing(subjects.ledger(claim.job or subjects.FLEET, "detector", kind), event)
+
+
+def run(fold: PartitionFold[Any], records: Iterable[Record]) -> tuple[list[Outgoing], list[Refused]]:
+    """Feeds many; for tests and replay."""
+    outs: list[Outgoing] = []
+    refused: list[Refused] = []
+    for record in records:
+        out, bad = fold.feed(record)
+        outs.extend(out)
+        if bad:
+            refused.append(bad)
+    return outs, refused
