@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
-from events.incident import Symptom
+from events.incident import Confidence, Symptom
 from events.job import Mode
 
 Rung = Literal[
@@ -52,9 +52,18 @@ class EvidenceJudged(Decided):
 
     TYPE: ClassVar[str] = "keepstep.evidence_judged.v1"
     incident: str = ""
+    job: str = Field(default="", max_length=NAME_MAX)
     signal: str
-    verdict: Literal["attached", "recorded", "stale", "ended_attempt", "sympathetic", "shared_cause", "evicted_node", "not_in_job"]
+    verdict: Literal["attached", "recorded", "stale", "ended_attempt", "sympathetic", "evicted_node", "not_in_job"]
     because: str = Field(default="", max_length=TEXT_MAX)
+    #: Of the signal, what the decider reckons with.
+    symptom: Symptom
+    node: str = Field(default="", max_length=NAME_MAX)
+    rank: int = -1
+    confidence: Confidence = "low"
+    attempt: int = 0
+    step: int = -1
+    seen_ns: int = 0
 
 
 class SharedCause(Decided):
@@ -62,6 +71,7 @@ class SharedCause(Decided):
 
     TYPE: ClassVar[str] = "keepstep.shared_cause.v1"
     incident: str
+    job: str = Field(max_length=NAME_MAX)
     scope: Literal["rack", "switch", "fleet"]
     name: str = Field(max_length=NAME_MAX)
     nodes: int = Field(ge=1)
@@ -76,7 +86,7 @@ class TimerSet(Decided):
     timer: str
     job: str = Field(max_length=NAME_MAX)
     incident: str
-    purpose: Literal["culprit_window", "silence_window", "recovery_deadline", "action_deadline", "quiet", "hold_expiry"]
+    purpose: Literal["culprit_window", "silence_window", "shared_window", "recovery_deadline", "hold_expiry"]
     at_ns: int = Field(ge=0)
 
 
@@ -103,9 +113,13 @@ class DecisionMade(Decided):
     rung: Rung
     rule: str
     mode: Mode
+    #: The machines to be evicted, and the standbys that take their places, in the same order.
     nodes: tuple[str, ...] = ()
+    standbys: tuple[str, ...] = ()
+    #: The attempt that it answers.
+    attempt: int = Field(default=0, ge=0)
     because: str = Field(max_length=TEXT_MAX)
-    vetoed: Literal["", "budget", "no_standby", "hold", "attempts", "not_available"] = ""
+    vetoed: Literal["", "budget", "no_standby", "hold"] = ""
     policy_digest: str
     catalogue_digest: str
     code_version: str

@@ -38,6 +38,8 @@ class Signal(Fact):
     evidence: str = Field(default="", max_length=1024)
     seen_ns: int = Field(ge=0)
     count: int = Field(default=1, ge=1)
+    #: The job's highest finished step when it was claimed (-1: none, or not a job's).
+    step: int = Field(default=-1, ge=-1)
 
 
 class SignalCleared(Fact):

@@ -72,14 +72,19 @@ class SharedCauses(_Section):
     nodes_min: Annotated[int, Field(ge=2, le=100_000)] = 3
     share_min: Annotated[float, Field(gt=0, le=1)] = 0.5
     fleet_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    #: The page waits this long, so that it names every rack and switch of one event.
+    settle_s: Seconds = 1.0
 
 
 class Decider(_Section):
     """What the decider judges by."""
 
-    #: A crash without a culprit waits this long for the line that names one (RSC: cause seen up to 5 min after; short here, since
-    #: a named machine after a reattempt still gets evicted).
-    culprit_window_s: Seconds = 5.0
+    #: A crash whose first failing rank is known waits this long for the line that names a machine (RSC: a cause is seen up to 5 min
+    #: after; short here, since a machine that is named after the reattempt is evicted then).
+    culprit_window_s: Seconds = 1.0
+    #: A crash of which only echoes are known (peers reset, gloo and NCCL errors) waits this long for its root: an exit, a line, or
+    #: a node found silent. More than silence_s and two ticks.
+    root_window_s: Seconds = 8.0
     #: A silent node on its own is believed dead only if its job stalls within this time; else its monitor is lost.
     silence_window_s: Seconds = 30.0
     #: Evidence older than this when it arrives is recorded and opens nothing.
