@@ -14,7 +14,7 @@ class NoHook(RuntimeError):
 
 
 def hook_folder() -> Path:
-    """The folder. Installed from a wheel it is a plain folder in `infra`; in a checkout its one entry is a link to keepstep/."""
+    """The folder. Installed from a wheel it is a plain one in `infra`; in a checkout its one entry is a link to keepstep/."""
     folder = Path(__file__).resolve().parent / "hook"
     if not (folder / "keepstep" / "__init__.py").is_file():
         raise NoHook(f"{folder} does not hold the training hook `keepstep`; install keepstep again (make venv, in a checkout)")

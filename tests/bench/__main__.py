@@ -20,7 +20,7 @@ def modules() -> list[ModuleType]:
 
 
 def wanted(only: str, name: str) -> bool:
-    """`replay` gives `replay`, `back_at_work` all of `back_at_work_*`, and a figure's name with its suffix the module's that has it."""
+    """`replay` gives `replay`, `back_at_work` every `back_at_work_*`; a figure's name with its suffix gives the module's that has it."""
     return only == name or only.startswith(f"{name}_") or name.startswith(f"{only}_")
 
 
