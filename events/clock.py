@@ -22,8 +22,10 @@ def _refuse(value: object) -> str:
 
 @lru_cache(maxsize=4096)
 def _second_of(text: str) -> int:
-    value = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S")
-    return timegm(value.timetuple())
+    value = timegm(datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timetuple())
+    if value < 0:
+        _refuse(text)
+    return value
 
 
 def text_of(time_ns: int) -> str:
