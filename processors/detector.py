@@ -15,12 +15,18 @@ from events import subjects
 from events.clock import NS
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
+from events.incident import EvidenceMissing
 from events.ports import HELD_HEADER, Record
 from events.presence import SettingsAdopted, Tick
 from events.registry import Malformed, make, parse
 from processors.policy import Detectors
 
 S = TypeVar("S")
+
+#: Keys of one partition. A new name beyond it is refused: nodes and jobs are thousands, never a million.
+KEYS_MAX = 100_000
+#: Bytes of evidence that a claim quotes.
+QUOTE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PartitionClock:
-    """A partition's time as the broker's ticks told it, and the settings in force. `now_ns`: greatest broker time seen (0: none).
-    Until `suspended_until_ns`, no absence may be judged: ticks had a gap, so the broker or this history stood still.
+    """A partition's position and time, and the settings in force. `sequence`: the last record folded. `now_ns`: greatest broker
+    time seen (0: none). `last_tick_ns`: of the ticks, which alone move the rules of absence. Until `suspended_until_ns`, no absence may be judged: ticks had a gap, so the broker or this history stood still.
     `heard_from_ns`: broker time from which this history is whole; absence that began before counts from there."""
 
     sequence: int = 0
@@ -111,7 +117,12 @@ class Keyed(Generic[S]):
 
 
 class PartitionFold(Generic[S]):
-    """All keys of one partition. Mutable only as a container: every change goes through the detector's pure `detect`."""
+    """All keys of one partition. Mutable only as a container: every change goes through the detector's pure `detect`.
+
+    A record at or below the clock's sequence is folded already and changes nothing. So a host that stores this must write the
+    changed keys first and the clock last: a key may then be ahead of the clock after a crash (its own sequence skips what it
+    knows), never behind it. To go on: set `clock` and `keys` to what was stored, and read after `clock.sequence`.
+    """
 
     def __init__(self, detector: Detector[S]) -> None:
         self.detector = detector
@@ -121,22 +132,35 @@ class PartitionFold(Generic[S]):
         self.changed: set[str] = set()
 
     def feed(self, record: Record) -> tuple[list[Outgoing], Refused | None]:
-        """Folds one record. Records at or below a key's own sequence change nothing for that key."""
-        head = record.subject.split(".", 1)[0]
-        if head == "clock":
+        """Folds one record. Records that are folded already change nothing."""
+        clock = self.clock
+        if record.sequence <= clock.sequence:
+            return [], None
+        if record.subject.startswith("clock."):
             return self._feed_clock(record)
+        # Written out: `replace` takes three times as long, once a record.
+        self.clock = PartitionClock(
+            record.sequence,
+            record.time_ns if record.time_ns > clock.now_ns else clock.now_ns,
+            clock.last_tick_ns,
+            clock.suspended_until_ns,
+            clock.heard_from_ns,
+            clock.settings,
+        )
         try:
             seen = read(record)
         except (Malformed, subjects.BadName) as error:
             return [], Refused(record, str(error))
-        if record.time_ns > self.clock.now_ns:
-            self.clock = replace(self.clock, now_ns=record.time_ns)
         key = self.detector.key_of(seen)
+        if key not in self.keys and len(self.keys) >= KEYS_MAX:
+            return [], Refused(record, f"the partition has {KEYS_MAX} keys already; {key[:80]!r} is one too many")
         out: list[Outgoing] = []
         self._one(key, seen, out)
         return out, None
 
     def _feed_clock(self, record: Record) -> tuple[list[Outgoing], Refused | None]:
+        before = self.clock
+        self.clock = replace(before, sequence=record.sequence, now_ns=max(before.now_ns, record.time_ns))
         out: list[Outgoing] = []
         if record.subject.endswith(".schedule"):
             return out, None
@@ -144,20 +168,30 @@ class PartitionFold(Generic[S]):
             event = parse(record.data)
         except Malformed as error:
             return out, Refused(record, str(error))
-        if record.sequence > self.clock.sequence:
-            if isinstance(event.data, SettingsAdopted):
-                try:
-                    settings = Detectors.model_validate_json(event.data.settings)
-                except ValueError as error:
-                    return out, Refused(record, f"settings that do not validate: {str(error)[:300]}")
-                self.clock = replace(self.clock, sequence=record.sequence, settings=settings)
-            elif isinstance(event.data, Tick):
-                self.clock = ticked(self.clock, record)
-        if isinstance(event.data, Tick):
+        if isinstance(event.data, SettingsAdopted):
+            try:
+                settings = Detectors.model_validate_json(event.data.settings)
+            except ValueError as error:
+                return out, Refused(record, f"settings that do not validate: {str(error)[:300]}")
+            self.clock = replace(self.clock, settings=settings)
+        elif isinstance(event.data, Tick):
+            self.clock = ticked(before, record)
             seen = Seen(record.sequence, record.time_ns, record.time_ns, "", "", event, f"tick-{record.sequence}")
+            if before.last_tick_ns and self.clock.heard_from_ns != before.heard_from_ns:
+                out.append(self._stood_still(before, seen))
             for key in sorted(self.keys):
                 self._one(key, seen, out)
+        else:
+            return out, Refused(record, f"a {event.data.kind()} on the clock's subject")
         return out, None
+
+    def _stood_still(self, before: PartitionClock, seen: Seen) -> Outgoing:
+        """A gap in the ticks, noted. All partitions of a stream derive the same event, so the ledger has it once."""
+        gap_s = (self.clock.last_tick_ns - before.last_tick_ns) / NS
+        fact = EvidenceMissing(
+            producer="clock", reason="ticks", detail=f"no tick for {gap_s:.1f} s: absence is not judged for a while"
+        )
+        return _outgoing(self.detector.name, "clock", seen, Claim("", 0, fact), -1)
 
     def _one(self, key: str, seen: Seen, out: list[Outgoing]) -> None:
         keyed = self.keys.get(key)
@@ -205,6 +239,32 @@ def read(record: Record) -> Seen:
     held = record.headers.get(HELD_HEADER, "0")
     held_ns = int(held) if held.isascii() and held.isdigit() and len(held) < 20 else 0
     return Seen(record.sequence, record.time_ns, max(0, record.time_ns - held_ns), node, job, event, event.id)
+
+
+def quote(text: str, bytes_max: int = QUOTE_BYTES) -> str:
+    """The text as evidence: what is longer than `bytes_max` in UTF-8 is cut in its middle, with "…" where."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= bytes_max:
+        return raw.decode()
+    half = max(0, bytes_max - len("…".encode())) // 2
+    head = raw[:half].decode("utf-8", "ignore")
+    return head + "…" + raw[len(raw) - half :].decode("utf-8", "ignore")
+
+
+def dump_clock(clock: PartitionClock) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "sequence": clock.sequence,
+        "now_ns": clock.now_ns,
+        "last_tick_ns": clock.last_tick_ns,
+        "suspended_until_ns": clock.suspended_until_ns,
+        "heard_from_ns": clock.heard_from_ns,
+        "settings": clock.settings.model_dump(mode="json"),
+    }
+
+
+def load_clock(value: dict[str, Any]) -> PartitionClock:
+    return PartitionClock(**{**value, "settings": Detectors.model_validate(value["settings"])})
 
 
 def _outgoing(detector: str, key: str, seen: Seen, claim: Claim, ordinal: int) -> Outgoing:

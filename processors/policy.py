@@ -147,7 +147,8 @@ def parse(text: str) -> Policy:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, e['loc'])) or 'policy'}: {e['msg']}" for e in error.errors(include_url=False, include_context=False)
+            f"{'.'.join(map(str, e['loc'])) or 'policy'}: {e['msg']}"
+            for e in error.errors(include_url=False, include_context=False)
         ]
         raise BadPolicy("the policy is not valid: " + "; ".join(lines[:5])) from None
     unknown = sorted(set(policy.rules) - set(RULES))

@@ -1,0 +1,53 @@
+"""The budget of evictions by scope, folded from the ledger, so that a restart does not forget it. Recoveries are never blocked by it:
+only evictions ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from events.clock import NS
+from events.job import Place
+from processors.fleet import Eviction, Fleet, Job
+from processors.policy import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A budget that one more eviction would break."""
+
+    scope: str
+    name: str
+    spent: int
+    allowed: int
+    window_s: float
+
+    def __str__(self) -> str:
+        where = f"{self.scope} {self.name}".strip()
+        return f"the budget of {where} allows {self.allowed} evictions in {self.window_s:g} s and {self.spent} are spent"
+
+
+def allowed(budget: Budget, machines: int) -> int:
+    """How many machines of a scope may be evicted in the window: the lower of number and share, but 1 of any scope."""
+    return min(budget.evictions_max, max(1, int(budget.share_max * machines)))
+
+
+def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = ()) -> Over | None:
+    """What evicting `place` after the evictions `also` (of the same job, not yet in the log) would break, if anything."""
+    rules = fleet.policy.budget
+    new = tuple(Eviction(fleet.now_ns, job.name, p.node, p.rack) for p in also)
+    everyone = [p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)]
+    scopes: list[tuple[str, str, Budget, int, Callable[[Eviction], bool]]] = [
+        ("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name),
+        ("fleet", "", rules.fleet, len(everyone), lambda e: True),
+    ]
+    if place.rack:
+        in_rack = sum(1 for p in everyone if p.rack == place.rack)
+        scopes.append(("rack", place.rack, rules.rack, in_rack, lambda e: e.rack == place.rack))
+    for scope, name, budget, machines, of_scope in scopes:
+        since = fleet.now_ns - int(budget.window_s * NS)
+        spent = sum(1 for e in (*fleet.evictions, *new) if e.at_ns > since and of_scope(e))
+        limit = allowed(budget, machines)
+        if spent >= limit:
+            return Over(scope, name, spent, limit, budget.window_s)
+    return None

@@ -1,0 +1,91 @@
+"""What a signal means to the decider: whether it belongs to a job that runs, is fresh, and opens or feeds an incident. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.clock import NS
+from events.decision import EvidenceJudged, IncidentOpened
+from events.envelope import AnyEvent, Fact
+from events.ids import derived_id
+from events.incident import Signal
+from processors.fleet import NAMING, Fleet, Job
+
+#: Symptoms of the job as a whole that open an incident by themselves.
+OF_THE_JOB = frozenset({"rank_exit", "job_hang"})
+
+
+def owner_of(fleet: Fleet, event: AnyEvent, node: str) -> Job | None:
+    """The job that a claim concerns: the node's by declaration, else the envelope's."""
+    return fleet.jobs.get(fleet.owners.get(node, event.job) if node else event.job)
+
+
+def judge(fleet: Fleet, event: AnyEvent, base: dict[str, Any]) -> list[Fact]:
+    """The verdict on one signal, preceded by the opening of an incident if it opens one."""
+    signal: Signal = event.data
+    job = owner_of(fleet, event, signal.node)
+    verdict, because = _verdict(fleet, job, event, signal)
+    facts: list[Fact] = []
+    incident = job.incident.id if job and job.incident else ""
+    if verdict == "attached" and job is not None and job.incident is None:
+        incident = derived_id("incident", job.name, event.id, "incident", job.epoch + 1)
+        facts.append(
+            IncidentOpened(
+                incident=incident,
+                job=job.name,
+                epoch=job.epoch + 1,
+                attempt=job.attempt,
+                symptom=signal.symptom,
+                first_evidence_ns=signal.seen_ns,
+                step=max(signal.step, job.last_step),
+                **base,
+            )
+        )
+    facts.append(
+        EvidenceJudged(
+            incident=incident if verdict in ("attached", "sympathetic") else "",
+            job=job.name if job else "",
+            signal=event.id,
+            verdict=verdict,
+            because=because,
+            symptom=signal.symptom,
+            node=signal.node,
+            rank=signal.rank,
+            confidence=signal.confidence,
+            attempt=event.attempt,
+            step=signal.step,
+            seen_ns=signal.seen_ns,
+            **base,
+        )
+    )
+    return facts
+
+
+def _verdict(fleet: Fleet, job: Job | None, event: AnyEvent, signal: Signal) -> tuple[Any, str]:
+    if job is None:
+        return "not_in_job", "no declared job has this node or name"
+    age_s = max(0, event.time - signal.seen_ns) / NS
+    if age_s > fleet.policy.decider.evidence_age_max_s:
+        return "stale", f"seen {age_s:.1f} s before it arrived: too old to open anything"
+    if signal.node:
+        in_places = signal.node in job.index
+        if not in_places and signal.node in job.evicted:
+            return "evicted_node", "the node is evicted already"
+        if not in_places:
+            return "not_in_job", "the node runs no rank of the job; as a standby it will not be used while this stands"
+    if event.attempt > job.attempt:
+        return "recorded", f"it speaks of attempt {event.attempt}, which was never started"
+    naming = signal.symptom in NAMING and signal.confidence == "high"
+    if signal.confidence == "sympathetic" and signal.symptom not in OF_THE_JOB:
+        return "sympathetic", "what a job's own crash leaves behind on healthy machines names nobody"
+    if not (naming or signal.symptom == "node_silent" or signal.symptom in OF_THE_JOB):
+        return "recorded", f"{signal.symptom} of {signal.confidence} confidence opens nothing under this version's rules"
+    if job.wanted != "running":
+        return "recorded", "the job is stopped or finished by plan"
+    first = job.incident.attempt if job.incident else job.attempt
+    about_node = naming or signal.symptom == "node_silent"
+    if event.attempt and event.attempt < (first if about_node else job.attempt):
+        return "ended_attempt", f"it belongs to attempt {event.attempt}, and attempt {job.attempt} is current"
+    if job.ended and (job.incident is None or job.plan is None) and not about_node:
+        return "ended_attempt", f"attempt {job.attempt} is over"
+    return "attached", ""
