@@ -80,7 +80,7 @@ ROLE_OF: dict[str, str] = {
     ),
     **dict.fromkeys(("try_started", "outcome_recorded"), "actuator"),
     "timer_fired": "timer",
-    "decider_started": "decider",
+    **dict.fromkeys(UNDERIVED, "decider"),
 }  # fmt: skip
 
 
