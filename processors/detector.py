@@ -8,8 +8,8 @@ The partition's fold is what the Faust worker, the in-memory pipeline and replay
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from events import subjects
 from events.clock import NS
@@ -18,7 +18,7 @@ from events.ids import derived_id
 from events.incident import EvidenceMissing
 from events.ports import HELD_HEADER, Record
 from events.presence import SettingsAdopted, Tick
-from events.registry import Malformed, make, parse
+from events.registry import FACTS, Malformed, make, parse
 from processors.policy import Detectors
 
 S = TypeVar("S")
@@ -28,9 +28,10 @@ KEYS_MAX = 100_000
 #: Bytes of evidence that a claim quotes.
 QUOTE_BYTES = 1024
 
+_KINDS = {fact: fact.kind() for fact in FACTS}
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+
+class Seen(NamedTuple):
     """One observation as a detector sees it. `time_ns`: broker time; `seen_ns`: broker time when it was seen, that is less what
     it waited in a spool. `node` and `job` ('' for a node's own) are the subject's, which alone is believed."""
 
@@ -44,8 +45,7 @@ class Seen:
     trigger: str
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionClock:
+class PartitionClock(NamedTuple):
     """A partition's position and time, and the settings in force. `sequence`: the last record folded. `now_ns`: greatest broker
     time seen (0: none). `last_tick_ns`: of the ticks, which alone move the rules of absence. Until `suspended_until_ns`, no absence may be judged: ticks had a gap, so the broker or this history stood still.
     `heard_from_ns`: broker time from which this history is whole; absence that began before counts from there."""
@@ -55,7 +55,7 @@ class PartitionClock:
     last_tick_ns: int = 0
     suspended_until_ns: int = 0
     heard_from_ns: int = 0
-    settings: Detectors = field(default_factory=Detectors)
+    settings: Detectors = Detectors()
 
     @property
     def absence_judged(self) -> bool:
@@ -138,7 +138,6 @@ class PartitionFold(Generic[S]):
             return [], None
         if record.subject.startswith("clock."):
             return self._feed_clock(record)
-        # Written out: `replace` takes three times as long, once a record.
         self.clock = PartitionClock(
             record.sequence,
             record.time_ns if record.time_ns > clock.now_ns else clock.now_ns,
@@ -160,7 +159,7 @@ class PartitionFold(Generic[S]):
 
     def _feed_clock(self, record: Record) -> tuple[list[Outgoing], Refused | None]:
         before = self.clock
-        self.clock = replace(before, sequence=record.sequence, now_ns=max(before.now_ns, record.time_ns))
+        self.clock = before._replace(sequence=record.sequence, now_ns=max(before.now_ns, record.time_ns))
         out: list[Outgoing] = []
         if record.subject.endswith(".schedule"):
             return out, None
@@ -173,7 +172,7 @@ class PartitionFold(Generic[S]):
                 settings = Detectors.model_validate_json(event.data.settings)
             except ValueError as error:
                 return out, Refused(record, f"settings that do not validate: {str(error)[:300]}")
-            self.clock = replace(self.clock, settings=settings)
+            self.clock = self.clock._replace(settings=settings)
         elif isinstance(event.data, Tick):
             self.clock = ticked(before, record)
             seen = Seen(record.sequence, record.time_ns, record.time_ns, "", "", event, f"tick-{record.sequence}")
@@ -216,9 +215,7 @@ def ticked(clock: PartitionClock, record: Record) -> PartitionClock:
     settings = clock.settings
     if clock.last_tick_ns == 0 or now - clock.last_tick_ns > int(settings.tick_gap_s * NS):
         suspended, heard = now + int(settings.grace_s * NS), now
-    return replace(
-        clock, sequence=record.sequence, now_ns=now, last_tick_ns=now, suspended_until_ns=suspended, heard_from_ns=heard
-    )
+    return PartitionClock(record.sequence, now, now, suspended, heard, settings)
 
 
 def read(record: Record) -> Seen:
@@ -230,15 +227,19 @@ def read(record: Record) -> Seen:
     node = subjects.name(parts[2])
     job = subjects.name(parts[3]) if parts[0] == "tj" else ""
     event = parse(record.data)
+    kind = _KINDS[type(event.data)]
     if event.subject != node:
         raise Malformed(f"the envelope speaks for {event.subject[:80]!r}, its subject for {node[:80]!r}")
     if parts[0] == "tj" and event.job != job:
         raise Malformed(f"the envelope speaks of job {event.job[:80]!r}, its subject of {job[:80]!r}")
-    if event.data.kind() != parts[-1]:
-        raise Malformed(f"a {event.data.kind()} on the subject of {parts[-1][:80]!r}")
-    held = record.headers.get(HELD_HEADER, "0")
-    held_ns = int(held) if held.isascii() and held.isdigit() and len(held) < 20 else 0
-    return Seen(record.sequence, record.time_ns, max(0, record.time_ns - held_ns), node, job, event, event.id)
+    if kind != parts[-1]:
+        raise Malformed(f"a {kind} on the subject of {parts[-1][:80]!r}")
+    seen_ns = record.time_ns
+    if record.headers:
+        held = record.headers.get(HELD_HEADER, "0")
+        if held.isascii() and held.isdigit() and len(held) < 20:
+            seen_ns = max(0, seen_ns - int(held))
+    return Seen(record.sequence, record.time_ns, seen_ns, node, job, event, event.id)
 
 
 def quote(text: str, bytes_max: int = QUOTE_BYTES) -> str:

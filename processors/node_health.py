@@ -7,7 +7,7 @@ decider's to judge: here a standby, an evicted node and a node of an ended attem
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -18,7 +18,7 @@ from events.incident import Confidence, EvidenceMissing, Signal, SignalCleared, 
 from events.presence import AgentState, Heartbeat, Tick
 from processors.catalogue import Catalogue, Finding
 from processors.detector import Claim, PartitionClock, Seen, quote
-from processors.numbers import Numbers, advanced, overdue
+from processors.numbers import Numbers, advanced, overdue, restarted
 
 #: The same symptom of the same device within this time is one signal, and its repeats are told of once in it.
 REPEAT_WINDOW_NS = 60 * NS
@@ -63,6 +63,7 @@ class Rare:
     """What most observations leave as it is. `silent_since_ns`: when a silence that is claimed began, 0 for none.
     `stopped_ns`: when the agent announced its end, 0 for none; `started_ns`: when one started last."""
 
+    node: str = ""
     boot: str = ""
     silent_since_ns: int = 0
     stopped_ns: int = 0
@@ -77,8 +78,7 @@ class Rare:
     device_lines: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeState:
+class NodeState(NamedTuple):
     """`heard_ns`: broker time of the last sign of life (a spooled one proves it for the time it was seen). `numbers`: each
     producer's running numbers, the latest first."""
 
@@ -91,8 +91,6 @@ class NodeState:
 
 
 _ADAPTER: TypeAdapter[NodeState] = TypeAdapter(NodeState)
-_RARE = Rare()
-_EMPTY = NodeState()
 
 
 class NodeDetector:
@@ -107,7 +105,7 @@ class NodeDetector:
         return seen.node
 
     def empty(self, key: str) -> NodeState:
-        return _EMPTY
+        return NodeState(rare=Rare(node=key))
 
     def dump(self, state: NodeState) -> Any:
         return _ADAPTER.dump_python(state, mode="json", exclude_defaults=True)
@@ -118,19 +116,21 @@ class NodeDetector:
     def detect(self, state: NodeState, clock: PartitionClock, seen: Seen) -> tuple[NodeState, tuple[Claim, ...]]:
         event = seen.event
         data = event.data
-        kind = type(data)
+        kind: type[Any] | None = type(data)
         if kind is Tick:
             return _tick(state, clock)
         numbers = advanced(state.numbers, event.source, event.number, seen.time_ns)
-        if numbers is None:
-            return state, ()
+        if kind is AgentState and data.state == "started":
+            numbers = restarted(state.numbers, event.source, event.number)
+        elif numbers is None:  # told twice: a sign of life, and nothing else
+            numbers, kind = state.numbers, None
         seen_ns = seen.seen_ns
         rare = state.rare
         claims: list[Claim] = []
         job, attempt = state.job, state.attempt
         latest = seen_ns >= state.heard_ns
         if latest:
-            if kind is Heartbeat or event.job:
+            if kind is Heartbeat or (kind and event.job):
                 job, attempt = event.job, event.attempt
             if rare.silent_since_ns or rare.stopped_ns or event.bootid != rare.boot:
                 rare = _alive(state, rare, clock, seen, claims)
@@ -140,8 +140,14 @@ class NodeDetector:
             elif kind is AgentState:
                 rare = _agent(seen, data, rare, claims)
             elif kind is EvidenceGap:
-                text = data.detail
-                rare = _note(rare, seen.time_ns, seen.node, data.producer, data.reason, data.missing, text, (event.id,), claims)
+                gap = EvidenceMissing(
+                    node=seen.node,
+                    producer=data.producer[:NAME_MAX],
+                    reason=data.reason,
+                    missing=data.missing,
+                    detail=data.detail,
+                )
+                rare = _note(rare, seen.time_ns, event.job, event.attempt, gap, (event.id,), claims)
         if latest:
             return NodeState(seen_ns, event.id, job, attempt, numbers, rare), tuple(claims)
         return NodeState(state.heard_ns, state.heard_id, job, attempt, numbers, rare), tuple(claims)
@@ -247,15 +253,16 @@ def _alive(state: NodeState, rare: Rare, clock: PartitionClock, seen: Seen, clai
     if rare.silent_since_ns and seen.time_ns - seen.seen_ns <= int(clock.settings.silence_s * NS):
         since_ns = rare.silent_since_ns
         text = f"heard again after {(seen.seen_ns - since_ns) / NS:.1f} s; silent since {text_of(since_ns)}"
-        fact = SignalCleared(symptom="node_silent", node=seen.node, seen_ns=seen.seen_ns, evidence=text)
-        claims.append(Claim(event.job or state.job, event.attempt or state.attempt, fact, (event.id,)))
+        cleared = SignalCleared(symptom="node_silent", node=seen.node, seen_ns=seen.seen_ns, evidence=text)
+        claims.append(Claim(event.job or state.job, event.attempt or state.attempt, cleared, (event.id,)))
         rare = replace(rare, silent_since_ns=0)
     if rare.stopped_ns and seen.seen_ns > rare.stopped_ns + STOP_OVER_NS:
         rare = replace(rare, stopped_ns=0, stop_noted=False)
     if event.bootid and event.bootid != rare.boot:
         if rare.boot:
             text = f"boot {rare.boot} is over, boot {event.bootid} runs"
-            rare = _note(rare, seen.time_ns, seen.node, "agent", "rebooted", -1, text, (event.id,), claims)
+            fact = EvidenceMissing(node=seen.node, producer="agent", reason="rebooted", detail=text)
+            rare = _note(rare, seen.time_ns, event.job, event.attempt, fact, (event.id,), claims)
         rare = replace(rare, boot=event.bootid)
     return rare
 
@@ -268,7 +275,9 @@ def _agent(seen: Seen, data: AgentState, rare: Rare, claims: list[Claim]) -> Rar
         if data.state in ("started", "resumed"):
             return replace(rare, started_ns=max(rare.started_ns, seen.seen_ns), stopped_ns=0, stop_noted=False)
     if data.state in ("stalled", "skipped", "failed"):
-        return _note(rare, seen.time_ns, seen.node, data.producer, data.state, -1, data.detail, causes, claims)
+        producer = data.producer[:NAME_MAX]
+        fact = EvidenceMissing(node=seen.node, producer=producer, reason=data.state, detail=data.detail)
+        return _note(rare, seen.time_ns, seen.event.job, seen.event.attempt, fact, causes, claims)
     return rare
 
 
@@ -277,7 +286,6 @@ def _tick(state: NodeState, clock: PartitionClock) -> tuple[NodeState, tuple[Cla
     rare = state.rare
     numbers = state.numbers
     claims: list[Claim] = []
-    node = ""
     if rare.repeats or rare.echoes.unsaid or rare.notes.unsaid:
         rare = _counted(rare, now_ns, claims)
     for entry in numbers:
@@ -285,7 +293,10 @@ def _tick(state: NodeState, clock: PartitionClock) -> tuple[NodeState, tuple[Cla
             numbers, missing = overdue(numbers, now_ns - int(clock.settings.grace_s * NS))
             for source, first, last in missing:
                 text = f"numbers {first} to {last} did not come" if last > first else f"number {first} did not come"
-                rare = _note(rare, now_ns, node, source, "numbers", last - first + 1, text, (), claims)
+                fact = EvidenceMissing(
+                    node=rare.node, producer=source[:NAME_MAX], reason="numbers", missing=last - first + 1, detail=text
+                )
+                rare = _note(rare, now_ns, state.job, state.attempt, fact, (), claims)
             break
     if state.heard_ns and not rare.silent_since_ns and not rare.stop_noted and clock.absence_judged:
         settings = clock.settings
@@ -303,13 +314,14 @@ def _silent(state: NodeState, rare: Rare, clock: PartitionClock, claims: list[Cl
     now_ns, causes = clock.now_ns, (state.heard_id,) if state.heard_id else ()
     if rare.stopped_ns:
         text = f"the agent said at {text_of(rare.stopped_ns)} that it stops; silence after that is not the node's"
-        claims.append(Claim(state.job, state.attempt, EvidenceMissing(producer="agent", reason="stopped", detail=text), causes))
+        missing = EvidenceMissing(node=rare.node, producer="agent", reason="stopped", detail=text)
+        claims.append(Claim(state.job, state.attempt, missing, causes))
         return replace(rare, stop_noted=True)
     text = (
         f"nothing heard for {(now_ns - state.heard_ns) / NS:.1f} s (limit {clock.settings.silence_s:g} s), "
         f"last at {text_of(state.heard_ns)}"
     )
-    fact = Signal(symptom="node_silent", confidence="low", rule="silence", evidence=text, seen_ns=now_ns)
+    fact = Signal(symptom="node_silent", node=rare.node, confidence="low", rule="silence", evidence=text, seen_ns=now_ns)
     claims.append(Claim(state.job, state.attempt, fact, causes))
     return replace(rare, silent_since_ns=state.heard_ns)
 
@@ -325,7 +337,7 @@ def _counted(rare: Rare, now_ns: int, claims: list[Claim]) -> Rare:
             kept.append(known)
         elif known.unsaid:
             text = f"{known.unsaid} more like it within {(now_ns - known.told_ns) / NS:.0f} s, the last: {known.evidence}"
-            claims.append(_signal("", known, known.unsaid, text, known.causes))
+            claims.append(_signal(rare.node, known, known.unsaid, text, known.causes))
             kept.append(replace(known, told_ns=now_ns, unsaid=0, causes=()))
     if len(kept) != len(rare.repeats) or claims:
         rare = replace(rare, repeats=tuple(kept))
@@ -333,26 +345,25 @@ def _counted(rare: Rare, now_ns: int, claims: list[Claim]) -> Rare:
     if echoes.unsaid and rare.echo and now_ns - echoes.since_ns >= REPEAT_WINDOW_NS:
         text = f"{echoes.unsaid} more lines like a crash's echo, the last: {rare.echo.evidence}"
         what = replace(rare.echo, confidence="sympathetic", rule="echoes_counted")
-        claims.append(_signal("", what, echoes.unsaid, text, rare.echo.causes))
+        claims.append(_signal(rare.node, what, echoes.unsaid, text, rare.echo.causes))
         rare = replace(rare, echoes=Quota(now_ns), echo=None)
     notes = rare.notes
     if notes.unsaid and now_ns - notes.since_ns >= REPEAT_WINDOW_NS:
         text = f"{notes.unsaid} more notes of missing evidence were counted, not said"
-        claims.append(Claim("", 0, EvidenceMissing(producer="agent", reason="notes", missing=notes.unsaid, detail=text)))
+        fact = EvidenceMissing(node=rare.node, producer="agent", reason="notes", missing=notes.unsaid, detail=text)
+        claims.append(Claim("", 0, fact))
         rare = replace(rare, notes=Quota(now_ns))
     return rare
 
 
 def _note(
-    rare: Rare, now_ns: int, node: str, producer: str, reason: str, missing: int, detail: str, causes: tuple[str, ...],
-    claims: list[Claim],
-) -> Rare:  # fmt: skip
+    rare: Rare, now_ns: int, job: str, attempt: int, fact: EvidenceMissing, causes: tuple[str, ...], claims: list[Claim]
+) -> Rare:
     """Missing evidence: noted, at most so often a minute."""
     notes = rare.notes
     if now_ns - notes.since_ns >= REPEAT_WINDOW_NS and not notes.unsaid:
         notes = Quota(now_ns)
     if notes.said >= NOTES_PER_MINUTE:
         return replace(rare, notes=replace(notes, unsaid=notes.unsaid + 1))
-    fact = EvidenceMissing(node=node, producer=producer[:NAME_MAX], reason=reason, missing=missing, detail=detail)
-    claims.append(Claim("", 0, fact, causes))
+    claims.append(Claim(job, attempt, fact, causes))
     return replace(rare, notes=replace(notes, said=notes.said + 1))
