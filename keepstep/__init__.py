@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 from keepstep import _hook as _hooks
 from keepstep._hook import Hook, Phase
