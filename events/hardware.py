@@ -37,6 +37,6 @@ class EvidenceGap(Fact):
 
     TYPE: ClassVar[str] = "keepstep.evidence_gap.v1"
     producer: str
-    reason: Literal["overrun", "spool_full", "numbers", "truncated", "unreadable", "clock", "ticks"]
+    reason: Literal["overrun", "spool_full", "numbers", "truncated", "unreadable", "clock", "ticks", "thinned"]
     missing: int = -1
     detail: str = Field(default="", max_length=TEXT_MAX)
