@@ -25,22 +25,23 @@ RANKS_MAX = 1024
 
 
 class HeartbeatProducer:
-    """`processes()`, `parked()` and `refresh()` (brings the desk's job and attempt up to date) are asked at each beat."""
+    """Asked at each beat: `current()`, the job and attempt whose ranks are here (it may bring the desk's up to date), `processes()`
+    and `parked()`."""
 
     def __init__(
         self,
         desk: Desk,
+        current: Callable[[], tuple[str, int]],
         processes: Callable[[], tuple[RankProcess, ...]],
         parked: Callable[[], int],
-        refresh: Callable[[], None],
         *,
         interval_s: float = 1.0,
     ) -> None:
         self.desk = desk
         self.interval_s = interval_s
+        self._current = current
         self._processes = processes
         self._parked = parked
-        self._refresh = refresh
         self._offset_ns: int | None = None
 
     async def run(self) -> None:
@@ -57,14 +58,14 @@ class HeartbeatProducer:
             await asyncio.sleep(max(0.0, (due_ns - self.desk.clock.boot_ns()) / NS))
 
     def _beat(self) -> None:
-        self._refresh()
+        job, attempt = self._current()
         beat = Heartbeat(
             ranks=self._processes()[:RANKS_MAX],
             parked=self._parked(),
             spooled=self.desk.outbox.waiting,
             interval_s=self.interval_s,
         )
-        self.desk.beat(PRODUCER, beat)
+        self.desk.beat(PRODUCER, beat, job, attempt)
 
     def _stood_still(self, late_ns: int) -> None:
         missed = int(late_ns / NS / self.interval_s)

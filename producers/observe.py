@@ -39,7 +39,8 @@ class _Source:
 class Desk:
     """Where the producers of one node hand in what they saw. Never blocks, never waits.
 
-    `job` and `attempt` are what the agent knows to run now ('' and 0: nothing); facts about the node carry them along.
+    `job` and `attempt` are what the agent knows to run or to have run until just now ('' and 0: nothing); facts about the node carry
+    them along.
     """
 
     def __init__(self, node: str, boot_id: str, clock: Clock, outbox: Outbox) -> None:
@@ -76,10 +77,10 @@ class Desk:
         """An observation that its maker publishes by itself."""
         return self._observation(producer, job, fact, job, attempt, 0, causes=causes)
 
-    def beat(self, producer: str, fact: Fact) -> None:
-        """The latest of something that is said again and again: on the node's stream, and on the job's while one runs. What could
-        not be sent is replaced by the next, not kept; its number is given when it is sent, so that leaves no hole."""
-        wall_ns, boot_ns, job, attempt = self.clock.wall_ns(), self.clock.boot_ns(), self.job, self.attempt
+    def beat(self, producer: str, fact: Fact, job: str, attempt: int) -> None:
+        """The latest of something that is said again and again: on the node's stream, and on that of the job whose ranks are here.
+        What could not be sent is replaced by the next, not kept; its number is given when it is sent, so that leaves no hole."""
+        wall_ns, boot_ns = self.clock.wall_ns(), self.clock.boot_ns()
 
         def build(stream_job: str) -> Observation:
             return self._envelope(producer, stream_job, fact, job, attempt, wall_ns, boot_ns)

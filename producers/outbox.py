@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -159,14 +160,23 @@ class Outbox:
     # Life
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run_lane(lane), name=f"outbox {name}") for name, lane in self._lanes.items()]
-        self._tasks.append(asyncio.create_task(self._run_beats(), name="outbox beats"))
-        self._tasks.append(asyncio.create_task(self._run_sync(), name="outbox sync"))
+        self._tasks = [asyncio.create_task(self._keep(partial(self._run_lane, lane))) for lane in self._lanes.values()]
+        self._tasks += [asyncio.create_task(self._keep(run)) for run in (self._run_beats, self._run_sync)]
+
+    async def _keep(self, run: Callable[[], Awaitable[None]]) -> None:
+        """A fault of ours in one lane is told, and ends neither it nor the others."""
+        while not self._closing:
+            try:
+                await run()
+            except Exception as error:
+                self._troubled = False
+                self._trouble(f"the outbox failed: {type(error).__name__}: {error}")
+                await asyncio.sleep(1.0)
 
     async def close(self, grace_s: float = 1.0) -> None:
         """Sends what it can within `grace_s`, writes the rest to disk."""
         deadline = self._boot_ns() + int(grace_s * NS)
-        while self._boot_ns() < deadline and self._trying() and any(lane.queue for lane in self._lanes.values()):
+        while self._boot_ns() < deadline and self._trying() and any(lane.queue for lane in self._lanes.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         self._closing = True
         for lane in self._lanes.values():
@@ -323,7 +333,7 @@ class Outbox:
 
     async def _run_sync(self) -> None:
         """What a machine that loses power would lose: a second."""
-        while True:
+        while not self._closing:
             await asyncio.sleep(1.0)
             if any(lane.spool.pending for lane in self._lanes.values()):
                 with contextlib.suppress(OSError):
@@ -333,7 +343,7 @@ class Outbox:
     # The beats
 
     async def _run_beats(self) -> None:
-        while True:
+        while not self._closing:
             await _wait(self._beat_wake, None)
             while any(beat.latest or beat.unacknowledged for beat in self._beats.values()):
                 if self._trying():

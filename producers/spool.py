@@ -91,6 +91,7 @@ class Spool:
         self.dropped = 0
         self._segments: list[_Segment] = []
         self._head_offset = 0
+        self._next_index = 0
         self._writer: BinaryIO | None = None
         self._dirty = False
         self._lock = threading.RLock()

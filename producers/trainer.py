@@ -28,7 +28,7 @@ PRODUCER = "trainer"
 PATH_BYTES_MAX = 107
 #: A process that connects before its start is known here is waited for.
 KNOWN_S_MAX = 2.0
-#: A connection says hello within this, and then something at least that often.
+#: A connection says hello within this.
 HELLO_S_MAX = 10.0
 _REPORT_S = 10.0
 _ANCESTORS_MAX = 64
