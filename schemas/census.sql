@@ -40,7 +40,7 @@ SELECT sequence, time_ns, job, attempt, id,
        data->>'confidence' AS confidence, data->>'rule' AS rule, data->>'evidence' AS evidence,
        (data->>'seen_ns')::BIGINT AS seen_ns, (data->>'count')::BIGINT AS observations,
        (time_ns - (data->>'seen_ns')::BIGINT) / 1e9 AS age_s
-FROM ledger WHERE role = 'detector' AND kind = 'signal';
+FROM ledger WHERE role = 'detector' AND kind = 'signal' ORDER BY sequence;
 
 -- `decided_ns` is when the decision was durable.
 CREATE VIEW decisions AS
@@ -49,7 +49,7 @@ SELECT sequence, time_ns AS decided_ns, job, data->>'decision' AS decision, data
        data->>'mode' AS mode, data->>'vetoed' AS vetoed, (data->>'mode') <> 'observe' AND (data->>'vetoed') = '' AS acts,
        (data->'nodes')::VARCHAR[] AS nodes, data->>'because' AS because, data->>'policy_digest' AS policy_digest,
        data->>'code_version' AS code_version, id
-FROM ledger WHERE role = 'decider' AND kind = 'decision_made';
+FROM ledger WHERE role = 'decider' AND kind = 'decision_made' ORDER BY sequence;
 
 -- What actuators were told, how often they tried, and what came of it (result NULL: nothing yet).
 CREATE VIEW actions AS
@@ -69,11 +69,11 @@ WITH intents AS (
 )
 SELECT i.key, i.job, i.incident, i.decision, i.verb, i.node, i.attempt, i.intended_ns, coalesce(t.tries, 0) AS tries,
        o.result, o.detail, o.ended_ns, (o.ended_ns - i.intended_ns) / 1e9 AS took_s
-FROM intents i LEFT JOIN tries t USING (key) LEFT JOIN outcomes o USING (key);
+FROM intents i LEFT JOIN tries t USING (key) LEFT JOIN outcomes o USING (key) ORDER BY i.intended_ns, i.key;
 
 CREATE VIEW evictions AS
 SELECT job, node, incident, decision, intended_ns, ended_ns, tries, coalesce(result, 'pending') AS result, detail
-FROM actions WHERE verb = 'evict_node';
+FROM actions WHERE verb = 'evict_node' ORDER BY intended_ns, node;
 
 -- One row an incident. A planned restart or stop is no incident of the decider's, but the census counts it, as manual (a stop that
 -- a restart follows is one with it). `outcome` open: not closed yet. `detect_s`: first evidence to opened; `decide_s`: opened to the

@@ -19,15 +19,16 @@ START_NS = 1_767_225_600 * NS
 class Story:
     """Appends events with growing sequences; `at_s` is seconds after the start."""
 
-    def __init__(self, job: str = "gpt") -> None:
+    def __init__(self, job: str = "gpt", prefix: str = "") -> None:
         self.job = job
+        self.prefix = prefix
         self.records: list[Record] = []
 
     def say(self, role: str, fact: Fact, at_s: float, *, job: str | None = None, attempt: int = 1, **envelope: Any) -> str:
         """Appends the fact, and gives its event's id."""
         job = self.job if job is None else job
         sequence = len(self.records) + 1
-        id_ = envelope.pop("id", f"e{sequence}")
+        id_ = envelope.pop("id", f"{self.prefix}e{sequence}")
         time_ns = START_NS + round(at_s * 1000) * 1_000_000
         event = make(fact, id=id_, source=role, subject=job, time=time_ns, job=job, attempt=attempt, **envelope)
         subject = subjects.ledger(job or subjects.FLEET, role, fact.kind())
@@ -69,7 +70,7 @@ class Story:
         self.say("decider", fact, at_s)
 
     def decided(self, incident: str, rung: Any, rule: str, at_s: float, **what: Any) -> str:
-        decision = f"d{len(self.records)}"
+        decision = f"{self.prefix}d{len(self.records)}"
         fact = DecisionMade(
             **{
                 "decision": decision, "incident": incident, "job": self.job, "epoch": 1, "ordinal": 1, "rung": rung, "rule": rule,
@@ -84,7 +85,7 @@ class Story:
         self, incident: str, decision: str, verb: Any, at_s: float, *, result: Any = "done", took_s: float = 0.5, **what: Any
     ) -> str:
         """Intent, try and outcome (none if `result` is empty)."""
-        key = f"k{len(self.records)}"
+        key = f"{self.prefix}k{len(self.records)}"
         intent = IntentIssued(
             key=key, decision=decision, incident=incident, job=self.job, epoch=1, verb=verb, expires_ns=ns(at_s + 60), **what,
             **self._base(),
@@ -98,12 +99,14 @@ class Story:
             self.say("actuator", outcome, at_s + took_s)
         return key
 
-    def timer(self, incident: str, purpose: Any, at_s: float, due_s: float, *, fires: bool = True) -> None:
-        name = f"t{len(self.records)}"
+    def timer(self, incident: str, purpose: Any, at_s: float, due_s: float) -> str:
+        name = f"{self.prefix}t{len(self.records)}"
         fact = TimerSet(timer=name, job=self.job, incident=incident, purpose=purpose, at_ns=ns(due_s), **self._base())
         self.say("decider", fact, at_s)
-        if fires:
-            self.say("timer", TimerFired(timer=name, job=self.job, incident=incident, purpose=purpose), due_s)
+        return name
+
+    def fired(self, incident: str, timer: str, purpose: str, at_s: float) -> None:
+        self.say("timer", TimerFired(timer=timer, job=self.job, incident=incident, purpose=purpose), at_s)
 
     def progress(self, step: int, at_s: float, *, first: bool = False, restored: int = -1, attempt: int = 1) -> None:
         fact = ProgressNoted(step=step, first=first, restored_step=restored, seen_ns=ns(at_s))
@@ -131,9 +134,10 @@ def killed_rank(story: Story, incident: str = "i1", at_s: float = 10.0) -> None:
     )
     story.opened(incident, "rank_exit", at_s + 0.5, first_s=at_s, signal=signal)
     story.judged(incident, signal, "attached", at_s + 0.5, "rank_exit", node="n1")
+    timer = story.timer(incident, "culprit_window", at_s + 0.5, at_s + 1.5)
     echo = story.signal("gpu_unavailable", at_s + 0.7, node="n2", confidence="sympathetic", evidence="Xid 45")
     story.judged(incident, echo, "sympathetic", at_s + 0.7, "gpu_unavailable", because="what a crash leaves behind", node="n2")
-    story.timer(incident, "culprit_window", at_s + 0.5, at_s + 1.5)
+    story.fired(incident, timer, "culprit_window", at_s + 1.5)
     decision = story.decided(incident, "reattempt", "reattempt_crash", at_s + 1.5)
     story.acted(incident, decision, "stop_attempt", at_s + 1.5)
     story.acted(incident, decision, "start_attempt", at_s + 2.0, attempt=2, world_size=4)
