@@ -88,6 +88,7 @@ class TimerSet(Decided):
     incident: str
     purpose: Literal["culprit_window", "silence_window", "shared_window", "recovery_deadline", "hold_expiry"]
     at_ns: int = Field(ge=0)
+    note: str = ""
 
 
 class TimerFired(Fact):
