@@ -17,7 +17,7 @@ from typing import Any
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import AuthorizationError
+from nats.errors import AuthorizationError, StaleConnectionError
 from nats.errors import Error as NatsError
 
 from events.ports import LogUnavailable
@@ -57,6 +57,12 @@ class BusClient(Client):
         except (NatsError, OSError):
             pass
 
+    def fail_requests(self) -> None:
+        """Requests in flight when the connection broke have no answer to wait for."""
+        for future in list((self._resp_map or {}).values()):
+            if not future.done():
+                future.set_exception(StaleConnectionError())
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         take = self._takers.get(sid)
         if take is None:
@@ -88,6 +94,7 @@ async def connect(
 
     async def lost() -> None:
         client.problems["disconnected"] += 1
+        client.fail_requests()
         _call(client, client.on_disconnect)
 
     async def back() -> None:
