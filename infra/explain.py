@@ -229,7 +229,7 @@ def _decision(data: Any) -> str:
     veto = f"; not acted on: {data.vetoed.replace('_', ' ')}" if data.vetoed else ""
     mode = {"observe": " (observe: this is what it would have done)", "approve": " (waits for a yes)"}.get(data.mode, "")
     return (
-        f"decision {data.decision}: {data.rung.replace('_', ' ')}{nodes}{standbys} by rule {data.rule}{mode}, because "
+        f"decision {data.decision if data.mode == 'approve' else _id(data.decision)}: {data.rung.replace('_', ' ')}{nodes}{standbys} by rule {data.rule}{mode}, because "
         f"{_short(data.because, 600)} [policy {data.policy_digest or 'none'}]{veto}"
     )
 
@@ -242,7 +242,7 @@ def _intent(data: Any) -> str:
         "start_attempt": f"start attempt {data.attempt} with {data.world_size} ranks on {_names(data.nodes) or 'no node'}",
         "notify": f"notify: {_short(data.text)}",
     }
-    return f"intent {data.key}: {what.get(data.verb, data.verb)}"
+    return f"intent {_id(data.key)}: {what.get(data.verb, data.verb)}"
 
 
 def _closed(data: Any) -> str:
@@ -281,15 +281,15 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "timer_fired": lambda d: f"timer {d.purpose.replace('_', ' ')} fired",
     "decision_made": _decision,
     "intent_issued": _intent,
-    "try_started": lambda d: f"try {d.ordinal} of {d.key}: {d.verb.replace('_', ' ')}",
+    "try_started": lambda d: f"try {d.ordinal} of {_id(d.key)}: {d.verb.replace('_', ' ')}",
     "outcome_recorded": lambda d: (
-        f"outcome of {d.key}: {d.verb.replace('_', ' ')} {d.result.replace('_', ' ')}"
+        f"outcome of {_id(d.key)}: {d.verb.replace('_', ' ')} {d.result.replace('_', ' ')}"
         + (f" ({_short(d.detail)})" if d.detail else "")
         + (f", not on {_names(d.nodes)}" if d.nodes else "")
     ),
     "incident_closed": _closed,
     "attempt_ended": lambda d: f"attempt {d.attempt} ended: {d.reason}",
-    "approval_given": lambda d: f"{'yes' if d.granted else 'no'} to decision {d.decision}: {_short(d.reason)}",
+    "approval_given": lambda d: f"{'yes' if d.granted else 'no'} to decision {_id(d.decision)}: {_short(d.reason)}",
     "hold_placed": _hold,
     "hold_released": lambda d: f"hold on {d.job or 'the fleet'} released: {_short(d.reason)}",
     "restart_requested": lambda d: f"restart asked for ({d.symptom}): {_short(d.reason)}",
@@ -305,6 +305,11 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "job_finished": lambda d: f"the job finished at step {d.step}",
     "signal_cleared": lambda d: f"cleared: {d.symptom}{f' of {d.node}' if d.node else ''}: {_short(d.evidence)}",
 }
+
+
+def _id(long: str) -> str:
+    """Enough of an id to tell it from its neighbours; the whole one is in the event that the line names."""
+    return long[:8]
 
 
 def _short(text: str, most: int = 300) -> str:

@@ -77,7 +77,7 @@ FROM actions WHERE verb = 'evict_node' ORDER BY intended_ns, node;
 
 -- One row an incident. A planned restart or stop is no incident of the decider's, but the census counts it, as manual (a stop that
 -- a restart follows is one with it). `outcome` open: not closed yet. `detect_s`: first evidence to opened; `decide_s`: opened to the
--- last decision; `recover_s`: that decision to the first confirmed healthy step; `back_s`: first evidence to that step.
+-- last decision (in mode observe: what it would have done); `mechanism` of an open one: what was last acted on. `recover_s`: that decision to the first confirmed healthy step; `back_s`: first evidence to that step.
 CREATE VIEW incidents AS
 WITH opened AS (
     SELECT data->>'incident' AS incident, any_value(job) AS job, min(time_ns) AS opened_ns,
@@ -92,7 +92,7 @@ WITH opened AS (
            arg_min((data->>'step_restored')::BIGINT, sequence) AS step_restored
     FROM ledger WHERE role = 'decider' AND kind = 'incident_closed' GROUP BY incident
 ), last_decision AS (
-    SELECT incident, max(decided_ns) AS decided_ns, arg_max(rung, sequence) AS rung
+    SELECT incident, max(decided_ns) AS decided_ns, arg_max(rung, sequence) FILTER (acts) AS rung
     FROM decisions WHERE incident <> '' AND rung NOT IN ('wait', 'none') GROUP BY incident
 ), troubles AS (
     SELECT o.job, o.epoch, o.incident, coalesce(c.symptom, o.symptom) AS symptom,

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from events.decision import DecisionMade
 from events.incident import Explicit, Implicit, Manual
 from events.job import RestartRequested, StopRequested
 from events.ports import LEDGER, Record
+from events.registry import parse
 from infra.census import VIEWS, CensusError, load, plain, run_sql, summary, view
 from tests.ledgers import Story, killed_rank, ns
+from tests.test_stories import SCRIPTS, play
 
 
 def rows(con: Any, sql: str) -> list[dict[str, Any]]:
@@ -239,6 +242,25 @@ def test_answers_are_json_whatever_is_in_them() -> None:
 def test_a_view_that_is_not_there_is_named() -> None:
     with pytest.raises(CensusError, match="there is no view"):
         view(load([]), "incidents; DROP TABLE events")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_the_deciders_own_stories_are_counted(path: Path) -> None:
+    _, story = play(path.read_text(encoding="utf-8"))
+    events = [parse(record.data).data for record in story.records]
+    opened = [e for e in events if e.kind() == "incident_opened"]
+    closed = {e.incident: e for e in events if e.kind() == "incident_closed"}
+    con = load(story.records)
+    found = {row["incident"]: row for row in rows(con, "SELECT * FROM incidents WHERE category <> 'manual'")}
+    assert set(found) == {e.incident for e in opened} and rows(con, "SELECT * FROM problems") == []
+    for incident, row in found.items():
+        close = closed.get(incident)
+        assert row["outcome"] == (close.outcome if close else "open")
+        if close and close.back_ns:
+            assert row["back_s"] == (close.back_ns - close.first_evidence_ns) / 1e9
+            assert row["detect_s"] + row["decide_s"] + row["recover_s"] == pytest.approx(row["back_s"])
+    evicted = [e for e in events if e.kind() == "outcome_recorded" and e.verb == "evict_node" and e.result == "done"]
+    assert len(rows(con, "SELECT * FROM evictions WHERE result = 'done'")) == len(evicted)
 
 
 def test_names_with_blanks_and_quotes_come_through() -> None:

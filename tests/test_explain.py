@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from events.job import ApprovalGiven, HoldPlaced, HoldReleased
 from events.ports import LEDGER, Record
+from events.registry import parse
 from infra import explain as explain_module
 from infra.explain import UnknownIncident, explain, find, known, to_json
 from tests.ledgers import Story, killed_rank, ns
+from tests.test_stories import play
 
 
 def told(story: Story, incident: str = "i1") -> list[str]:
@@ -39,6 +42,27 @@ def test_a_killed_rank_is_told_from_first_evidence_to_close() -> None:
         "+5.000 decider: closed: recovered by reattempt (rank_exit); opened 0.000 s after the first evidence; decided 1.500 s after it; "
         "back at work 5.000 s after it; at step 20, restored at 15: 5 steps lost",
     ]
+
+
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_whatever_the_decider_said_of_an_incident_is_told(path: Path) -> None:
+    """Over the decider's own stories: nothing that names the incident is left out, nothing of another is in."""
+    _, story = play(path.read_text(encoding="utf-8"))
+    events = {event.id: event for event in (parse(record.data) for record in story.records)}
+    for incident in known(story.records):
+        lines = explain(story.records, incident.incident)
+        ids = [line.event_id for line in lines]
+        mine = {e.id: e for e in events.values() if getattr(e.data, "incident", "") == incident.incident}
+        untold = [e for id_, e in mine.items() if id_ not in ids]
+        assert {e.data.kind() for e in untold} <= {"evidence_judged"}, "a verdict stands with its signal"
+        assert {e.data.signal for e in untold} <= set(ids)
+        others = [events[id_].data for id_ in ids if getattr(events[id_].data, "incident", "") not in ("", incident.incident)]
+        assert not others
+        assert len(set(ids)) == len(ids)
+        assert (incident.outcome == "") == (not any(line.text.startswith("closed") for line in lines))
 
 
 def test_each_line_names_its_event() -> None:
