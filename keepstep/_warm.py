@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import random
-from datetime import timedelta
 from typing import Any
 
 
@@ -37,7 +36,7 @@ def _step(torch: Any) -> None:
     try:
         if grouped:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+            store = dist.HashStore()  # a TCPStore would listen on every interface of the machine
             dist.init_process_group("gloo", store=dist.PrefixStore("warm", store), rank=0, world_size=1)
             from torch.nn.parallel import DistributedDataParallel
 

@@ -15,6 +15,7 @@ The device is left alone: which one is this rank's is only said by "go".
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
 import importlib.util
@@ -133,7 +134,9 @@ def take_over(env: dict[str, str | None], cwd: str) -> None:
 def become(argv: list[str], safe_path: bool) -> None:
     """Runs the script, or the module after -m, as the interpreter itself would have."""
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__builtins__"] = builtins
+    if "__annotations__" in vars(sys.modules["__main__"]):
+        main.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = main
     sys.excepthook = _without_our_frames
     if argv[0] == "-m":
@@ -147,7 +150,8 @@ def become(argv: list[str], safe_path: bool) -> None:
     sys.argv = argv
     if os.path.isdir(script) or (not script.endswith(".py") and _is_zip(script)):
         _activate()
-        runpy.run_path(script, run_name="__main__")
+        sys.path.insert(0, os.path.abspath(script))
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # as the interpreter itself does
         return
     path = os.path.abspath(script)
     if not safe_path:
@@ -186,6 +190,8 @@ def _without_our_frames(kind: Any, error: BaseException, trace: types.TracebackT
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
+    if isinstance(error, SyntaxError) and trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = None  # the script itself does not parse
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
