@@ -1,0 +1,3 @@
+from infra.cli.app import main
+
+main()

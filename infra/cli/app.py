@@ -1,0 +1,60 @@
+"""The command line's frame: the commands by name, and what happens to an error on its way to a person."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import typer
+from typer.exceptions import TyperException
+
+from infra.cli import demo_command, operate, operator, reading, setup
+from infra.cli.common import SAID, WRONG_USE, clean, errors
+
+app = typer.Typer(
+    name="keepstep",
+    help="Keeps a large training run moving: watches it, decides what to do about its failures, and does it; every decision can be replayed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+for module in (demo_command, operate, operator, reading, setup):
+    module.register(app)
+
+
+def main() -> None:
+    """Runs the command line. Errors come out as one sentence: 0 fine, 1 found something, 2 wrong use or cannot be done."""
+    try:
+        app(prog_name="keepstep", standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "keepstep"
+        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        errors.print(f"{where}: {clean(said)} (see {where} --help)", markup=False)
+        sys.exit(WRONG_USE)
+    except SAID as error:
+        errors.print(f"keepstep: {clean(str(error))}", markup=False)
+        sys.exit(WRONG_USE)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("keepstep: stopped", markup=False)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        errors.print(f"keepstep met a fault of its own: {clean(repr(error))[:300]}; the trace is in {_trace()}", markup=False)
+        sys.exit(WRONG_USE)
+
+
+def _trace() -> Path:
+    handle, name = tempfile.mkstemp(prefix="keepstep-fault-", suffix=".txt")
+    with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(traceback.format_exc())
+    return Path(name)

@@ -1,0 +1,109 @@
+"""What all commands share: the home and the bus, printing as a table or as JSON, and errors as one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from events.ports import LogError, Record
+from events.registry import Malformed
+from events.subjects import BadName
+from infra.bus import BusClient
+from infra.embedded import EmbeddedError
+from infra.home import Address, Home
+from infra.keys import KeyProblem, UnsafeListen
+from infra.streams import StreamProblem
+from infra.supervise import ChildFailed
+from processors.policy import BadPolicy
+
+FINE, FOUND, WRONG_USE = 0, 1, 2
+
+console = Console(highlight=False, soft_wrap=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+T = TypeVar("T")
+
+HomeOption = Annotated[
+    Path | None,
+    typer.Option("--home", help="Where keepstep keeps its state [default: $KEEPSTEP_HOME or ~/.local/state/keepstep]"),
+]
+UrlOption = Annotated[
+    str, typer.Option("--url", envvar="KEEPSTEP_URL", help="The bus, when it is not the embedded one of this home")
+]
+KeyOption = Annotated[
+    str,
+    typer.Option(
+        "--key", envvar="KEEPSTEP_KEY", help="Seed file for --url, as `keepstep keys` writes it; {user} stands for the role"
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+class Refused(Exception):
+    """A command that cannot be carried out as given. One sentence that says what to do."""
+
+
+#: Errors whose text is meant for the user.
+SAID = (
+    Refused, EmbeddedError, StreamProblem, BadPolicy, ChildFailed, LogError, KeyProblem, UnsafeListen, BadName, Malformed,
+)  # fmt: skip
+
+
+def address(home: Path | None, url: str = "", key: str = "") -> Address:
+    return Address(Home.default(home), url, key)
+
+
+def author() -> str:
+    try:
+        return os.environ.get("KEEPSTEP_AUTHOR") or getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+def show_json(value: Any) -> None:
+    """One JSON value on standard output, as it is: no wrapping, no markup."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A line for people, on standard error, so that standard output stays the result's."""
+    errors.print(clean(text), markup=False)
+
+
+def clean(text: str) -> str:
+    """Text that may come from anywhere, without what a terminal would act on."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+async def with_bus(where: Address, user: str, work: Callable[[BusClient], Coroutine[Any, Any, T]]) -> T:
+    nc = await where.connect(user)
+    try:
+        return await work(nc)
+    finally:
+        await nc.close()
+
+
+def records_of(path: Path, stream: str, on_loss: Callable[[str], None]) -> Iterable[Record]:
+    """A recorded stream: the file itself, or a folder that holds it. Raises Refused if there is none."""
+    from infra.recording import read_stream
+
+    try:
+        return read_stream(path, stream, on_loss)
+    except OSError as error:
+        raise Refused(
+            f"{path} holds no recording of {stream} ({error.strerror or error}); give the folder that `keepstep demo` or `keepstep record` left"
+        ) from None

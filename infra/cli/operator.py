@@ -1,0 +1,231 @@
+"""What people say to a running pipeline: restart, stop, hold, release, approve, deny, standby, policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from events.clock import NS
+from events.envelope import Fact
+from events.job import ApprovalGiven, HoldPlaced, HoldReleased, Place, RestartRequested, StandbyAdded, StopRequested
+from events.ports import LEDGER
+from infra.bus import BusClient
+from infra.cli.common import (
+    HomeOption,
+    JsonOption,
+    KeyOption,
+    Refused,
+    UrlOption,
+    address,
+    author,
+    console,
+    run,
+    say,
+    show_json,
+    with_bus,
+)
+from infra.clock import wall_ns
+from infra.jetstream import JetStreamLog
+from infra.pipeline import adopt, default_policy_text
+from infra.pipeline import say as tell
+from infra.watch import Watch
+from processors import policy as policies
+from processors.fleet import Fleet
+
+Reason = Annotated[str, typer.Option("--reason", help="Why; it is recorded with your name")]
+
+
+async def known(nc: BusClient) -> Fleet:
+    """The fleet as the ledger has it."""
+    watch = Watch()
+    async for record in JetStreamLog(nc, LEDGER).read():
+        watch.ledger(record)
+    return watch.fleet
+
+
+def one_job(fleet: Fleet, job: str) -> str:
+    """The job that is meant: the one named, or the only one there is. Raises Refused."""
+    if job:
+        if job not in fleet.jobs:
+            there = ", ".join(fleet.jobs) or "none"
+            raise Refused(f"there is no job {job}; declared are: {there}")
+        return job
+    running = [name for name, value in fleet.jobs.items() if value.wanted == "running"] or list(fleet.jobs)
+    if len(running) != 1:
+        raise Refused(f"name the job: {', '.join(running) or 'none is declared; start one with `keepstep run`'}")
+    return running[0]
+
+
+def _speak(
+    home: Path | None, url: str, key: str, as_json: bool, make_fact: object, job: str, *, fleet_wide: bool = False
+) -> None:
+    async def work(nc: BusClient) -> str:
+        fleet = await known(nc)
+        name = "" if fleet_wide and not job else one_job(fleet, job)
+        fact: Fact = make_fact(name, fleet)  # type: ignore[operator]
+        return await tell(JetStreamLog(nc, LEDGER), fact, name)
+
+    event = run(with_bus(address(home, url, key), "operator", work))
+    if as_json:
+        show_json({"event": event})
+    else:
+        say(f"recorded as {event}")
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def restart(
+        reason: Reason, job: Annotated[str, typer.Argument()] = "",
+        symptom: Annotated[Literal["code_update", "data_update", "operator_restart"], typer.Option("--as", help="What the census counts it as")] = "operator_restart",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Restart a job by plan, from its last whole checkpoint. It is counted as manual, not as an incident; it ends one that is open."""
+        _speak(
+            home,
+            url,
+            key,
+            json,
+            lambda name, _: RestartRequested(job=name, reason=reason, author=author(), symptom=symptom),
+            job,
+        )
+
+    @app.command()
+    def stop(
+        reason: Reason, job: Annotated[str, typer.Argument()] = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Stop a job by plan. It stays down until `keepstep restart`."""
+        _speak(home, url, key, json, lambda name, _: StopRequested(job=name, reason=reason, author=author()), job)
+
+    @app.command()
+    def hold(
+        reason: Reason, job: Annotated[str, typer.Argument(help="One job; without it the whole fleet")] = "",
+        minutes: Annotated[float, typer.Option("--for", min=0, help="Minutes until it ends by itself; 0: until released")] = 0,
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Kill switch: from now on no action starts, for the fleet or for one job. Decisions are still made, and recorded as held."""
+        expires = wall_ns() + int(minutes * 60 * NS) if minutes else 0
+        _speak(
+            home,
+            url,
+            key,
+            json,
+            lambda name, _: HoldPlaced(job=name, reason=reason, author=author(), expires_ns=expires),
+            job,
+            fleet_wide=True,
+        )
+
+    @app.command()
+    def release(
+        reason: Reason, job: Annotated[str, typer.Argument(help="One job; without it the whole fleet")] = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Release a hold. What was held is decided again, by what is known now."""
+        _speak(
+            home, url, key, json, lambda name, _: HoldReleased(job=name, reason=reason, author=author()), job, fleet_wide=True
+        )
+
+    def answer(granted: bool, decision: str, reason: str, home: Path | None, url: str, key: str, json: bool) -> None:
+        async def work(nc: BusClient) -> str:
+            fleet = await known(nc)
+            waiting = {job.plan.decision: name for name, job in fleet.jobs.items() if job.plan and job.plan.stage == "awaiting"}
+            found = [full for full in waiting if full.startswith(decision)]
+            if len(found) != 1:
+                raise Refused(
+                    f"no single decision that waits begins with {decision!r}; waiting are: {', '.join(waiting) or 'none'}"
+                )
+            fact = ApprovalGiven(decision=found[0], job=waiting[found[0]], granted=granted, reason=reason, author=author())
+            return await tell(JetStreamLog(nc, LEDGER), fact, fact.job)
+
+        event = run(with_bus(address(home, url, key), "operator", work))
+        show_json({"event": event}) if json else say(f"recorded as {event}")
+
+    @app.command()
+    def approve(
+        decision: str,
+        reason: Reason,
+        home: HomeOption = None,
+        url: UrlOption = "",
+        key: KeyOption = "",
+        json: JsonOption = False,
+    ) -> None:
+        """Say yes to a decision that waits for it (its id, or the beginning of it)."""
+        answer(True, decision, reason, home, url, key, json)
+
+    @app.command()
+    def deny(
+        decision: str,
+        reason: Reason,
+        home: HomeOption = None,
+        url: UrlOption = "",
+        key: KeyOption = "",
+        json: JsonOption = False,
+    ) -> None:
+        """Say no to a decision that waits: nothing is done, and the incident is yours."""
+        answer(False, decision, reason, home, url, key, json)
+
+    @app.command()
+    def standby(
+        node: str, job: Annotated[str, typer.Option("--job")] = "", rack: str = "", switch: str = "", serial: str = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Add a spare machine to a job's standbys. One whose serial number was evicted before is not used."""
+        place = Place(node=node, rack=rack, switch=switch, serial=serial)
+        _speak(home, url, key, json, lambda name, _: StandbyAdded(job=name, place=place, author=author()), job)
+
+    policy_app = typer.Typer(help="Show, check or adopt the policy.", no_args_is_help=True)
+    app.add_typer(policy_app, name="policy")
+
+    @policy_app.command("show")
+    def policy_show(
+        default: Annotated[bool, typer.Option(help="The default policy, with its sources")] = False,
+        home: HomeOption = None,
+        url: UrlOption = "",
+        key: KeyOption = "",
+    ) -> None:
+        """Print the policy in force."""
+        if default:
+            console.print(default_policy_text(), markup=False)
+            return
+        from events.job import PolicyAdopted
+        from infra.pipeline import _last
+
+        async def work(nc: BusClient) -> str:
+            found = await _last(JetStreamLog(nc, LEDGER), PolicyAdopted)
+            return found.text if found else default_policy_text()
+
+        console.print(run(with_bus(address(home, url, key), "observer", work)), markup=False)
+
+    @policy_app.command("check")
+    def policy_check(file: Path, json: JsonOption = False) -> None:
+        """Say whether a policy file is valid, and its digest."""
+        text = read_policy(file)
+        policies.parse(text)
+        show_json({"digest": policies.digest(text)}) if json else console.print(f"valid, digest {policies.digest(text)}")
+
+    @policy_app.command("adopt")
+    def policy_adopt(
+        file: Path, home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False
+    ) -> None:
+        """Put a policy file into force. Decisions made before stand under the old one."""
+        text = read_policy(file)
+
+        async def work(nc: BusClient) -> bool:
+            return await adopt(nc, text, author())
+
+        new = run(with_bus(address(home, url, key), "operator", work))
+        digest = policies.digest(text)
+        show_json({"digest": digest, "new": new}) if json else say(
+            f"policy {digest} is in force" + ("" if new else ", as it was")
+        )
+
+
+def read_policy(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(
+            f"the policy {file} cannot be read: {error.strerror if isinstance(error, OSError) else 'it is not UTF-8'}"
+        ) from None

@@ -1,0 +1,462 @@
+"""What can be read, of a running bus or of a recording: status, tail, replay, explain, census, record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from events.clock import NS, text_of
+from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
+from events.registry import Malformed, parse
+from infra.bus import BusClient
+from infra.cli.common import (
+    FOUND,
+    HomeOption,
+    JsonOption,
+    KeyOption,
+    Refused,
+    UrlOption,
+    address,
+    clean,
+    console,
+    errors,
+    records_of,
+    run,
+    say,
+    show_json,
+    with_bus,
+)  # fmt: skip
+from infra.clock import wall_ns
+from infra.home import Address
+from infra.jetstream import JetStreamLog
+from infra.watch import Watch
+
+Recording = Annotated[Path | None, typer.Argument(help="A recording (folder or file); without it the running bus is read")]
+
+
+def progress(what: str) -> Progress:
+    return Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+
+
+async def _all(nc: BusClient, stream: str) -> list[Record]:
+    log = JetStreamLog(nc, stream)
+    total = await log.last_sequence()
+    found: list[Record] = []
+    with progress(f"reading {stream}") as bar:
+        task = bar.add_task("", total=total)
+        async for record in log.read():
+            found.append(record)
+            if not len(found) % 1000:
+                bar.update(task, completed=record.sequence)
+    return found
+
+
+def read_streams(where: Address, recording: Path | None, streams: Sequence[str]) -> dict[str, Iterable[Record]]:
+    """The named streams whole, from a recording or from the bus."""
+    if recording is not None:
+        if recording.is_file():
+            return {stream: records_of(recording, stream, say) if stream == LEDGER else [] for stream in streams}
+        return {stream: records_of(recording, stream, say) for stream in streams}
+
+    async def work(nc: BusClient) -> dict[str, Iterable[Record]]:
+        return {stream: await _all(nc, stream) for stream in streams}
+
+    return run(with_bus(where, "observer", work))
+
+
+def replay_all(ledger: Iterable[Record], telemetry: dict[str, Iterable[Record]]) -> dict[str, Any]:
+    """Both stages of replay as one plain result; `identical` says whether nothing differs."""
+    from processors.replay import replay as replay_ledger
+    from processors.replay_signals import replay_signals
+
+    records = list(ledger)
+    with progress("replaying LEDGER") as bar:
+        decided = replay_ledger(bar.track(records))
+    result: dict[str, Any] = {
+        "records": len(records), "inputs": decided.inputs, "decisions": decided.decisions, "digest": decided.digest, "identical": decided.identical,
+        "pending": decided.pending, "unread": decided.unread[:20], "divergence": _plain(decided.divergence), "signals": {},
+    }  # fmt: skip
+    for stream, found in telemetry.items():
+        observed = list(found)
+        if not observed:
+            result["signals"][stream] = {"checked": False, "why": "not in this recording"}
+            continue
+        if observed[0].sequence != 1:
+            result["signals"][stream] = {"checked": False, "why": f"kept only from sequence {observed[0].sequence} on"}
+            continue
+        claims = replay_signals(detector_for(stream, records), observed, records)
+        result["signals"][stream] = {
+            "checked": True, "observations": claims.observations, "claims": claims.claims, "pending": claims.pending,
+            "identical": claims.identical, "divergence": _plain(claims.divergence),
+        }  # fmt: skip
+        result["identical"] = result["identical"] and claims.identical
+    return result
+
+
+def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
+    """The detector of a stream, with the catalogue that the ledger says was in force."""
+    from processors.catalogue import parse as parse_catalogue
+    from processors.job_health import JobDetector
+    from processors.node_health import NodeDetector
+
+    if stream == TELEMETRY_JOB:
+        return JobDetector()
+    text = ""
+    for record in ledger:
+        if record.subject.endswith(".catalogue_adopted"):
+            text = parse(record.data).data.text
+    return NodeDetector(parse_catalogue(text))
+
+
+def _plain(value: Any) -> Any:
+    from dataclasses import asdict
+
+    return None if value is None else asdict(value)
+
+
+def show_replay(result: dict[str, Any]) -> None:
+    """The replay's result for people; the last line is the one that counts."""
+    found = result["divergence"]
+    if found:
+        console.print(f"LEDGER sequence {found['sequence']}: {found['why']}", markup=False)
+        console.print(f"  recorded: {clean(found['recorded'])[:2000]}", markup=False)
+        console.print(f"  derived:  {clean(found['derived'])[:2000] or '(nothing)'}", markup=False)
+    for stream, stage in result["signals"].items():
+        if not stage["checked"]:
+            console.print(f"signals of {stream}: not checked ({stage['why']})", markup=False)
+        elif stage["divergence"]:
+            gap = stage["divergence"]
+            console.print(f"signals of {stream}: the first of {gap['key']} that differs", markup=False)
+            console.print(
+                f"  recorded: {clean(gap['recorded'])[:2000]}\n  derived:  {clean(gap['derived'])[:2000] or '(nothing)'}",
+                markup=False,
+            )
+        else:
+            console.print(
+                f"signals of {stream}: {stage['claims']} of {stage['observations']} observations, identical", markup=False
+            )
+    if result["unread"]:
+        console.print(
+            f"{len(result['unread'])} records could not be read and were passed over, as the decider did", markup=False
+        )
+    verdict = "identical" if result["identical"] else "NOT identical"
+    console.print(f"replay: {result['decisions']} decisions, digest {result['digest']}, {verdict}", markup=False)
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def replay(
+        recording: Recording = None, policy: Annotated[Path | None, typer.Option("--policy", help="What if this policy had been in force instead")] = None,
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Decide everything again from the log and compare byte for byte. Exits with 1 on a difference, and shows the first."""
+        found = read_streams(address(home, url, key), recording, (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB))
+        ledger = list(found.pop(LEDGER))
+        if not ledger:
+            raise Refused("the ledger is empty: nothing was decided, so there is nothing to replay")
+        if policy is not None:
+            _what_if(ledger, policy, json)
+            return
+        result = replay_all(ledger, found)
+        show_json(result) if json else show_replay(result)
+        raise typer.Exit(0 if result["identical"] else FOUND)
+
+    @app.command()
+    def explain(
+        incident: str, recording: Recording = None,
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Tell one incident from first evidence to its end: what was seen, how it was judged, what was decided by which rule, and done."""
+        from infra import explain as telling
+
+        ledger = list(read_streams(address(home, url, key), recording, (LEDGER,))[LEDGER])
+        try:
+            found = telling.find(telling.known(ledger), incident)
+            story = telling.explain(ledger, found.incident)
+        except telling.UnknownIncident as error:
+            raise Refused(str(error)) from None
+        if json:
+            show_json(telling.to_json(found, story))
+            return
+        for line in story:
+            console.print(
+                f"{text_of(line.time_ns)[11:23]} {line.offset_s:+9.2f} s  {clean(line.who):<10} {clean(line.text)}",
+                markup=False,
+            )
+
+    @app.command()
+    def census(
+        recording: Recording = None, sql: Annotated[str, typer.Option("--sql", help="A query of your own over the census's views")] = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Count incidents by symptom and mechanism, their times, and where each job's wall time went."""
+        from infra import census as counting
+        from infra.wall_time import wall_bins
+
+        found = read_streams(address(home, url, key), recording, (LEDGER, TELEMETRY_JOB))
+        try:
+            ledger = list(found[LEDGER])
+            con = counting.load(ledger, wall_bins(ledger, found[TELEMETRY_JOB]))
+            if sql:
+                answer = counting.run_sql(con, sql)
+                show_json(answer.as_dicts()) if json else show_answer("", answer)
+                return
+            if json:
+                show_json(counting.summary(con))
+                return
+            for title, name in CENSUS:
+                show_answer(title, counting.view(con, name))
+        except counting.CensusError as error:
+            raise Refused(str(error)) from None
+
+    @app.command()
+    def record(
+        folder: Path, home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False
+    ) -> None:
+        """Record the bus into a folder: one file a stream, enough by itself for `replay`, `explain` and `census`."""
+        from infra.recording import record as record_streams
+
+        async def work(nc: BusClient) -> dict[str, int]:
+            with progress("recording") as bar:
+                task = bar.add_task("", total=None)
+                return await record_streams(
+                    nc, folder, (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB), progress=lambda n: bar.update(task, completed=n)
+                )
+
+        counts = run(with_bus(address(home, url, key), "observer", work))
+        show_json(counts) if json else say(
+            "; ".join(f"{stream}: {n} records" for stream, n in counts.items()) + f" in {folder}"
+        )
+
+    @app.command()
+    def status(home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False) -> None:
+        """Jobs, nodes and open incidents now. Exits with 1 if an incident is open or an agent is not heard."""
+
+        async def work(nc: BusClient) -> tuple[Watch, dict[str, int]]:
+            watch = Watch()
+            async for item in JetStreamLog(nc, LEDGER).read():
+                watch.ledger(item)
+            return watch, await last_heard(nc)
+
+        watch, heard = run(with_bus(address(home, url, key), "observer", work))
+        _show_status(watch, heard, json)
+
+    @app.command()
+    def tail(
+        all_: Annotated[bool, typer.Option("--all", "-a", help="Observations too, not only the ledger")] = False,
+        follow: Annotated[bool, typer.Option(help="Go on as events come")] = True,
+        last: Annotated[int, typer.Option("-n", min=0, help="Begin with this many of the last")] = 20,
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
+    ) -> None:  # fmt: skip
+        """Follow the ledger (and with --all the observations), a line an event, until interrupted."""
+
+        async def work(nc: BusClient) -> None:
+            streams = (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB) if all_ else (LEDGER,)
+            async for item in _merged(nc, streams, last, follow):
+                _show_record(item, json)
+
+        run(with_bus(address(home, url, key), "observer", work))
+
+
+CENSUS = (
+    ("incidents by symptom", "census_by_symptom"),
+    ("mechanism by symptom", "mechanism_by_symptom"),
+    ("seconds to detect, decide and be back at work", "resolution_times"),
+    ("wall time by job", "wall_time"),
+)
+
+
+def show_answer(title: str, answer: Any) -> None:
+    table = Table(title=title or None, title_justify="left")
+    for column in answer.columns:
+        table.add_column(clean(str(column)))
+    for row in answer.rows:
+        table.add_row(
+            *(clean(f"{value:.3f}" if isinstance(value, float) else ("" if value is None else str(value))) for value in row)
+        )
+    console.print(table if answer.rows else f"{title or 'result'}: none")
+
+
+async def last_heard(nc: BusClient) -> dict[str, int]:
+    """node -> seconds since its last heartbeat, by the broker's clock as near as this host's is to it."""
+    js = nc.jetstream()
+    from nats.errors import TimeoutError as NatsTimeout
+    from nats.js.api import ConsumerConfig, DeliverPolicy
+
+    heard: dict[str, int] = {}
+    config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
+    subscription = await js.subscribe("tn.*.*.heartbeat", stream=TELEMETRY_NODE, ordered_consumer=False, config=config)
+    try:
+        while True:
+            message = await subscription.next_msg(timeout=0.5)
+            parts = message.reply.split(".")
+            stored_ns = int(parts[-2] if len(parts) == 9 else parts[-3])
+            try:
+                heard[parse(message.data).subject] = max(0, (wall_ns() - stored_ns) // NS)
+            except Malformed:
+                continue
+            if message.metadata.num_pending == 0:
+                break
+    except NatsTimeout:
+        pass
+    await subscription.unsubscribe()
+    return heard
+
+
+def _show_status(watch: Watch, heard: dict[str, int], as_json: bool) -> None:
+    fleet = watch.fleet
+    lost = [node for node, age in heard.items() if age > 5 and node in fleet.owners]
+    jobs: list[dict[str, Any]] = [
+        {
+            "job": job.name, "wanted": job.wanted, "attempt": job.attempt, "step": job.last_step, "nodes": [p.node for p in job.places],
+            "standbys": [p.node for p in job.standbys], "evicted": list(job.evicted), "held": fleet.held(job.name),
+            "incident": job.incident.id if job.incident else None, "state": state_of(job),
+            "awaiting": job.plan.decision if job.plan and job.plan.stage == "awaiting" else None,
+        }
+        for job in fleet.jobs.values()
+    ]  # fmt: skip
+    incidents: list[dict[str, Any]] = [
+        {
+            "incident": s.id,
+            "job": s.job,
+            "symptom": s.symptom,
+            "since": text_of(s.opened_ns),
+            "decided": [d.because for d in s.decisions][-3:],
+        }
+        for s in watch.open_incidents()
+    ]
+    if as_json:
+        show_json(
+            {
+                "policy": fleet.policy_digest,
+                "mode": fleet.policy.mode,
+                "holds": list(fleet.holds),
+                "jobs": jobs,
+                "incidents": incidents,
+                "heard_s": heard,
+            }
+        )
+    else:
+        console.print(f"policy {fleet.policy_digest}, mode {fleet.policy.mode}" + (", HOLD stands" if fleet.holds else ""))
+        table = Table("job", "state", "attempt", "step", "nodes", "standbys", "evicted")
+        for j in jobs:
+            table.add_row(
+                *(
+                    clean(str(x))
+                    for x in (
+                        j["job"],
+                        j["state"],
+                        j["attempt"],
+                        j["step"],
+                        ",".join(j["nodes"]),
+                        ",".join(j["standbys"]),
+                        ",".join(j["evicted"]),
+                    )
+                )
+            )
+        console.print(table if jobs else "no job is declared; start one with `keepstep run`")
+        for node, age in sorted(heard.items()):
+            console.print(f"agent {clean(node)}: heard {age} s ago" + ("  NOT HEARD" if node in lost else ""), markup=False)
+        for i in incidents:
+            console.print(
+                f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}",
+                markup=False,
+            )
+    raise typer.Exit(FOUND if incidents or lost else 0)
+
+
+def state_of(job: Any) -> str:
+    """One word or two for where a job stands."""
+    if job.wanted != "running":
+        return str(job.wanted)
+    if job.incident is not None:
+        return str({"": "incident", "handed_over": "handed over"}.get(job.incident.blocked, job.incident.blocked))
+    return "starting" if job.plan is not None else "training"
+
+
+async def _merged(nc: BusClient, streams: Sequence[str], last: int, follow: bool) -> AsyncIterator[Record]:
+    queue: asyncio.Queue[Record | None] = asyncio.Queue(maxsize=10_000)
+
+    async def pump(stream: str) -> None:
+        log = JetStreamLog(nc, stream)
+        end = await log.last_sequence()
+        async with aclosing(log.read(after=max(0, end - last), follow=follow)) as records:  # type: ignore[type-var]
+            async for item in records:
+                await queue.put(item)
+        await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        ended = 0
+        while ended < len(streams):
+            item = await queue.get()
+            ended += item is None
+            if item is not None:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _show_record(item: Record, as_json: bool) -> None:
+    try:
+        event = parse(item.data)
+    except Malformed as error:
+        if as_json:
+            show_json({"stream": item.stream, "sequence": item.sequence, "subject": item.subject, "malformed": str(error)})
+        else:
+            console.print(f"{text_of(item.time_ns)} {clean(item.subject)} malformed: {clean(str(error))}", markup=False)
+        return
+    if as_json:
+        show_json(
+            {
+                "stream": item.stream,
+                "sequence": item.sequence,
+                "time": text_of(item.time_ns),
+                "subject": item.subject,
+                "event": event.model_dump(mode="json", exclude_defaults=True),
+            }
+        )
+        return
+    facts = event.data.model_dump(mode="json", exclude_defaults=True)
+    for noise in ("trigger", "ledger_digest", "policy_digest", "catalogue_digest", "code_version"):
+        facts.pop(noise, None)
+    text = " ".join(f"{name}={value}" for name, value in facts.items())
+    console.print(
+        f"{text_of(item.time_ns)[11:23]} {clean(event.job or event.subject)} {event.data.kind()} {clean(text)[:400]}",
+        markup=False,
+    )
+
+
+def _what_if(ledger: list[Record], policy: Path, as_json: bool) -> None:
+    from infra.cli.operator import read_policy
+    from processors.what_if import what_if
+
+    result = what_if(ledger, read_policy(policy))
+    if as_json:
+        show_json(result)
+        return
+    for line in result["only_recorded"]:
+        console.print(f"- {clean(line)}", markup=False)
+    for line in result["only_what_if"]:
+        console.print(f"+ {clean(line)}", markup=False)
+    console.print(
+        f"what if: {result['recorded']} decisions were made, {result['what_if']} would have been, {result['same']} are the same",
+        markup=False,
+    )

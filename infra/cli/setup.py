@@ -1,0 +1,56 @@
+"""Keys: one nkey a node and role, and the server's side of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.common import JsonOption, Refused, console, say, show_json
+from infra.keys import ensure_key, identity_of, server_configuration
+from infra.permissions import ROLES
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def keys(
+        folder: Annotated[Path, typer.Argument(help="Where the seeds are written, mode 0600")],
+        node: Annotated[list[str] | None, typer.Option("--node", help="A node; may be repeated")] = None,
+        role: Annotated[
+            list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; may be repeated; none: all of them")
+        ] = None,
+        config: Annotated[
+            Path | None, typer.Option("--config", help="Write the server's configuration for these keys here")
+        ] = None,
+        json: JsonOption = False,
+    ) -> None:
+        """Make one nkey a node and role, each with the subjects that it may use. Keys that exist are kept."""
+        wrong = [name for name in role or () if name not in ROLES]
+        if wrong:
+            raise Refused(f"there is no role {wrong[0]!r}; there are: {', '.join(ROLES)}")
+        identities = [identity_of(role_name=name) for name in (role or (() if node else ROLES))]
+        identities += [identity_of(node_name=name) for name in node or ()]
+        try:
+            made = [ensure_key(folder, identity) for identity in identities]
+            if config is not None:
+                config.write_text(server_configuration(made), encoding="utf-8")
+        except OSError as error:
+            raise Refused(f"{error.filename or folder}: {error.strerror}; choose a folder that you may write to") from None
+        if json:
+            show_json(
+                [
+                    {
+                        "user": k.identity.user,
+                        "public_key": k.public_key,
+                        "seed_file": str(k.seed_file),
+                        "publish": list(k.identity.publish),
+                        "subscribe": list(k.identity.subscribe),
+                    }
+                    for k in made
+                ]
+            )
+            return
+        for key in made:
+            console.print(f"{key.identity.user}  {key.public_key}  {key.seed_file}", markup=False)
+        say(f"put the server's side into its configuration: {config}" if config else "see --config for the server's side")

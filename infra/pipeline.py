@@ -1,0 +1,156 @@
+"""One module builds it all: the embedded bus, the processors, the actuators and the agents of this host, as child processes. `up`,
+`run` and `demo` are this with different settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from events import subjects
+from events.envelope import Fact
+from events.job import CatalogueAdopted, PolicyAdopted
+from events.ports import LEDGER
+from events.presence import SettingsAdopted
+from events.registry import canonical, make, parse
+from infra.bus import BusClient
+from infra.clock import new_event_id, wall_ns
+from infra.embedded import EmbeddedServer
+from infra.home import Address, Home
+from infra.jetstream import JetStreamLog
+from infra.keys import identity_of
+from infra.streams import check_server, ensure_streams
+from infra.supervise import Child, Supervisor, module
+from processors import policy as policies
+
+CONTROL = ("detector-node", "detector-job", "decider", "actuators")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An agent that this pipeline starts: its name and where it reads a kernel log (`kmsg`, a file, or `none`)."""
+
+    name: str
+    kernel_log: str = "kmsg"
+    trust_user_facility: bool = False
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """`await start()`, then `stop()`. `policy`: the policy's text; adopted if it differs from the one in force."""
+
+    home: Home
+    policy: str
+    nodes: Sequence[Node] = ()
+    author: str = "keepstep"
+    port: int = 0
+    backend: str = "local"
+    actuate: str = ""
+    server: EmbeddedServer | None = None
+    supervisor: Supervisor = field(init=False)
+    on_restart: Callable[[Child, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.home.logs, self.on_restart)
+
+    @property
+    def address(self) -> Address:
+        return Address(self.home)
+
+    async def start(self) -> None:
+        """Raises EmbeddedError, StreamProblem, BadPolicy, ChildFailed: each a sentence that says what to do."""
+        policies.parse(self.policy)
+        self.home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.server = EmbeddedServer(self.home.bus, port=self.port, nodes=[node.name for node in self.nodes])
+        await asyncio.to_thread(self.server.start)
+        admin = await self.address.connect("admin")
+        try:
+            await check_server(admin)
+            await ensure_streams(admin)
+            await adopt(admin, self.policy, self.author)
+        finally:
+            await admin.close()
+        for name in CONTROL:
+            await self._start_control(name)
+        for node in self.nodes:
+            await self.start_agent(node)
+        self.supervisor.check()
+
+    async def _start_control(self, name: str) -> None:
+        home = ("--home", str(self.home.path))
+        if name.startswith("detector-"):
+            arguments = module("infra.detector_worker", *home, "--detector", name.removeprefix("detector-"), "--worker", name)
+        elif name == "decider":
+            arguments = module("infra.decider_service", *home)
+        else:
+            more = ("--exec", self.actuate) if self.actuate else ()
+            arguments = module("infra.actuator_service", *home, *more)
+        await self.supervisor.start(name, arguments)
+
+    async def start_agent(self, node: Node) -> None:
+        if self.server is not None:
+            await asyncio.to_thread(self.server.add_nodes, [node.name])
+        more = ("--trust-user-facility",) if node.trust_user_facility else ()
+        assert self.server is not None
+        key = self.server.key(identity_of(node_name=node.name))
+        arguments = module(
+            "infra.agent", "--bus", self.server.url, "--seed-file", str(key.seed_file), "--node", node.name,
+            "--state", str(self.home.node(node.name)),
+            "--kernel-log", node.kernel_log, *more,
+        )  # fmt: skip
+        await self.supervisor.start(f"agent-{subjects.token(node.name)}", arguments)
+
+    async def stop(self) -> None:
+        """Agents first (they say that they stop), the bus last. Ranks that run go on."""
+        agents = [name for name in self.supervisor.children if name.startswith("agent-")]
+        await asyncio.gather(*(self.supervisor.stop(name) for name in agents))
+        await self.supervisor.stop_all()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.stop)
+
+
+async def adopt(nc: BusClient, text: str, author: str, catalogue: str = "") -> bool:
+    """Adopts a policy (its text into LEDGER, the detectors' thresholds into the telemetry's own order) and the catalogue, where
+    they differ from those in force. Returns whether the policy was new. Raises BadPolicy."""
+    policy = policies.parse(text)
+    digest = policies.digest(text)
+    ledger = JetStreamLog(nc, LEDGER)
+    in_force = await _last(ledger, PolicyAdopted)
+    new = in_force is None or in_force.digest != digest
+    if new:
+        await say(ledger, PolicyAdopted(text=text, digest=digest, author=author), "")
+        settings = SettingsAdopted(settings=policies.detector_settings(policy), policy_digest=digest)
+        for subject in (subjects.SETTINGS_NODE, subjects.SETTINGS_JOB):
+            event = make(settings, id=new_event_id(), source="operator", subject="policy", time=wall_ns())
+            await nc.jetstream().publish(subject, canonical(event))
+    text = catalogue or catalogue_text()
+    known = await _last(ledger, CatalogueAdopted)
+    digest = policies.digest(text)
+    if known is None or known.digest != digest:
+        await say(ledger, CatalogueAdopted(text=text, digest=digest, author=author), "")
+    return new
+
+
+async def _last(ledger: JetStreamLog, fact: type[Fact]) -> PolicyAdopted | CatalogueAdopted | None:
+    where = subjects.ledger(subjects.FLEET, "operator", fact.kind())
+    last = await ledger.last_sequence(where)
+    found: PolicyAdopted | CatalogueAdopted | None = None
+    async for record in ledger.read(after=max(0, last - 1), subjects=(where,)):
+        found = parse(record.data).data
+    return found
+
+
+async def say(ledger: JetStreamLog, fact: Fact, job: str) -> str:
+    """An operator's word into LEDGER; returns the event's id. Raises LogUnavailable."""
+    event = make(fact, id=new_event_id(), source="operator", subject=job or "fleet", time=wall_ns(), job=job)
+    await ledger.append(subjects.ledger(job or subjects.FLEET, "operator", fact.kind()), canonical(event), message_id=event.id)
+    return event.id
+
+
+def catalogue_text() -> str:
+    return (Path(__file__).resolve().parent.parent / "schemas" / "catalogue.yaml").read_text(encoding="utf-8")
+
+
+def default_policy_text() -> str:
+    return (Path(__file__).resolve().parent.parent / "schemas" / "policy.yaml").read_text(encoding="utf-8")
