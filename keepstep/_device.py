@@ -14,20 +14,15 @@ _PLAIN = ("builtins", "numpy", "decimal", "fractions", "ml_dtypes")
 #: Steps whose values may be on their way at once. A value that takes longer is given up, and reported as not given.
 PENDING_MAX = 8
 
-
-def plain(value: Any) -> float | None:
-    """A number that is at hand: Python's, numpy's, or a tensor in the CPU's memory. None for all else."""
-    if getattr(value, "is_cpu", False):
-        # A DTensor's item is a collective over all ranks, and a meta tensor's does not exist.
-        return None if hasattr(value, "full_tensor") else float(value.item())
-    if type(value).__module__.split(".", 1)[0] in _PLAIN:
-        return float(value)
-    return None
+#: What a value's type says of it.
+NUMBER, TENSOR, UNKNOWN = 1, 2, 0
 
 
-def is_elsewhere(value: Any) -> bool:
-    """A tensor that lies on a device with streams and events (CUDA, ROCm, XPU ...)."""
-    return getattr(value, "is_cpu", True) is False and not hasattr(value, "full_tensor") and value.device.type != "meta"
+def kind_of(cls: type) -> int:
+    """Asked once a type: looking is dearer than reading. A DTensor's value is a collective over all ranks: not to be had."""
+    if hasattr(cls, "is_cpu"):
+        return UNKNOWN if hasattr(cls, "full_tensor") else TENSOR
+    return NUMBER if cls.__module__.split(".", 1)[0] in _PLAIN else UNKNOWN
 
 
 class Copies:
@@ -41,7 +36,7 @@ class Copies:
         """Begins to copy `values` (None: not given). None where this device or torch can't do it without waiting."""
         torch = sys.modules.get("torch")
         first = next((value for value in values if value is not None), None)
-        if torch is None or first is None:
+        if torch is None or first is None or first.device.type in ("cpu", "meta"):
             return None
         backend = getattr(torch, first.device.type, None)
         if backend is None or not hasattr(backend, "Event"):
@@ -72,4 +67,5 @@ class Copy:
         return bool(self._event.query())
 
     def values(self) -> list[float | None]:
-        return [float(number) if given else None for number, given in zip(self._row.tolist(), self._given)]
+        numbers = self._row.tolist()
+        return [float(numbers[at]) if given else None for at, given in enumerate(self._given)]

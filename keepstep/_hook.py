@@ -9,23 +9,34 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping
-from time import perf_counter, time_ns
+from operator import index
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Optional
 
 from keepstep import _device
-from keepstep._ring import Ring
+from keepstep._ring import CAPACITY, Ring
 from keepstep._sender import Sender
 
 PHASES = ("startup", "step", "evaluation", "checkpoint", "undeclared")
 #: The process that speaks for the rank. What it spawns inherits the rank's environment and must keep silent.
 CLAIM = "KEEPSTEP_CLAIMED_PID"
 
+#: A sample without its number.
+_Values = tuple[int, float, float, Optional[float], Optional[float], Optional[int], Optional[float]]
 #: A finished step; the copy of its values (None: it has them) is on its way.
-_Pending = tuple[Optional[_device.Copy], int, int, float, Optional[float], Optional[float], Optional[int], Optional[float]]
+_Pending = tuple[Optional[_device.Copy], _Values]
+_ELSEWHERE = object()
+_INT_END = 1 << 63
+_INFINITE = float("inf")
 
 
 class Hook:
+    __slots__ = (
+        "_apart_s", "_copies", "_depth", "_ended_s", "_entered_s", "_faulted", "_kinds", "_pending", "_sender", "attempt", "job",
+        "last_step", "peak_flops", "phase", "pid", "progress", "rank", "restored_step", "ring", "world_size",
+    )  # fmt: skip
+
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises KeyError, ValueError where the environment isn't that of a rank under keepstep."""
         self.job = environment["KEEPSTEP_JOB"]
@@ -44,6 +55,8 @@ class Hook:
         self._depth = 0
         self._pending: deque[_Pending] = deque()
         self._copies = _device.Copies()
+        self._kinds: dict[type, int] = {}
+        self._entered_s = 0.0
         self._faulted = False
         self._sender = Sender(self, environment["KEEPSTEP_SOCKET"])
         self._sender.start()
@@ -62,69 +75,83 @@ class Hook:
 
     def step(self, step: int, loss: Any, grad_norm: Any, tokens: Any, flops: Any) -> None:
         now_s = perf_counter()
-        ended_ns = time_ns()
         step_time_s = now_s - self._ended_s - self._apart_s
         self._ended_s = now_s
         self._apart_s = 0.0
+        if type(step) is not int:
+            step = index(step)
+        if not 0 <= step < _INT_END:
+            raise ValueError(f"a step is numbered from 0, not {step}")
         if step_time_s < 0.0:
             step_time_s = 0.0
-        step = int(step)
-        if step < 0:
-            raise ValueError(f"a step is numbered from 0, not {step}")
         mfu = None
         if flops is not None and self.peak_flops and step_time_s > 0.0:
-            mfu = float(flops) / step_time_s / self.peak_flops
+            mfu = flops / step_time_s / self.peak_flops
+            if type(mfu) is not float or not 0.0 <= mfu < _INFINITE:
+                mfu = None
         if tokens is not None and type(tokens) is not int:
-            count = _device.plain(tokens)
-            tokens = int(count) if count is not None and 0 <= count < 2**63 else None
-        if tokens is not None and tokens < 0:
+            tokens = self._read(tokens)
+            tokens = int(tokens) if tokens is not None else None
+        if tokens is not None and not 0 <= tokens < _INT_END:
             tokens = None
         elsewhere: list[Any] | None = None
         if loss is not None and type(loss) is not float:
-            if _device.is_elsewhere(loss):
-                elsewhere, loss = [loss, None], None
-            else:
-                loss = _device.plain(loss)
+            value = self._read(loss)
+            if value is _ELSEWHERE:
+                elsewhere, value = [loss, None], None
+            loss = value
         if grad_norm is not None and type(grad_norm) is not float:
-            if _device.is_elsewhere(grad_norm):
-                elsewhere, grad_norm = [elsewhere[0] if elsewhere else None, grad_norm], None
-            else:
-                grad_norm = _device.plain(grad_norm)
-        if self._pending:
-            self.settle()
-        copy = self._copies.start(elsewhere) if elsewhere else None
-        if copy is not None or self._pending:  # those behind a step whose values are on their way wait too: order is kept
-            self._pending.append((copy, step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu))
+            value = self._read(grad_norm)
+            if value is _ELSEWHERE:
+                elsewhere, value = [elsewhere[0] if elsewhere else None, grad_norm], None
+            grad_norm = value
+        if elsewhere or self._pending:
+            self._later(elsewhere, (step, now_s, step_time_s, loss, grad_norm, tokens, mfu))
         else:
-            self.ring.write(step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu)
+            ring = self.ring
+            number = ring.written
+            ring.slots[number % CAPACITY] = (number, step, now_s, step_time_s, loss, grad_norm, tokens, mfu)
+            ring.written = number + 1
         self.last_step = step
         if self.phase == "startup":
             self.phase = "step"
-            self.progress += 2
-        else:
             self.progress += 1
+        self.progress += 1
+
+    def _read(self, value: Any) -> Any:
+        """A number that is at hand; _ELSEWHERE for a tensor on a device; None for what it can't read without waiting."""
+        cls = type(value)
+        kind = self._kinds.get(cls)
+        if kind is None:
+            kind = self._kinds[cls] = _device.kind_of(cls)
+        if kind == _device.TENSOR:
+            return float(value.item()) if value.is_cpu else _ELSEWHERE
+        return float(value) if kind == _device.NUMBER else None
+
+    def _later(self, elsewhere: list[Any] | None, sample: _Values) -> None:
+        """A step whose values are on their way, or that is behind such a one: order is kept."""
+        self.settle()
+        copy = self._copies.start(elsewhere) if elsewhere else None
+        if copy is not None or self._pending:
+            self._pending.append((copy, sample))
+        else:
+            self.ring.write(*sample)
 
     def settle(self) -> None:
         """Writes the steps whose values have arrived. Only ever on the training thread: to ask a device anything from another
         one would break the capture of a CUDA graph."""
         pending = self._pending
         while pending and ((copy := pending[0][0]) is None or copy.over()):
-            _, step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu = pending.popleft()
+            step, ended_s, step_time_s, loss, grad_norm, tokens, mfu = pending.popleft()[1]
             copied_loss, copied_norm = copy.values() if copy is not None else (None, None)
-            self.ring.write(
-                step,
-                ended_ns,
-                step_time_s,
-                loss if copied_loss is None else copied_loss,
-                grad_norm if copied_norm is None else copied_norm,
-                tokens,
-                mfu,
-            )
+            loss = loss if copied_loss is None else copied_loss
+            grad_norm = grad_norm if copied_norm is None else copied_norm
+            self.ring.write(step, ended_s, step_time_s, loss, grad_norm, tokens, mfu)
         while len(pending) >= _device.PENDING_MAX:
             self._give_up()
 
     def _give_up(self) -> None:
-        self.ring.write(*self._pending.popleft()[1:])
+        self.ring.write(*self._pending.popleft()[1])
 
     def enter(self, name: str) -> str:
         """Begins a phase; returns the one to go back to."""

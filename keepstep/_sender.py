@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepstep._hook import Hook
+    from keepstep._ring import Sample
 
 DRAIN_S = 0.1
 #: A line is sent at least this often while the process lives, so that silence has a meaning.
@@ -33,6 +34,12 @@ def _number(value: float | None) -> Any:
     if value is None or math.isfinite(value):
         return value
     return "NaN" if value != value else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _sample(sample: Sample, wall_ns: int) -> list[Any]:
+    """As it is sent. `wall_ns`: the wall clock at the zero of perf_counter, asked here rather than at every step."""
+    _, step, ended_s, step_time_s, loss, grad_norm, tokens, mfu = sample
+    return [step, wall_ns + int(ended_s * 1e9), step_time_s, _number(loss), _number(grad_norm), tokens, mfu]
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -159,6 +166,7 @@ class Sender:
             return False
         phase, step, restored = hook.phase, hook.last_step, hook.restored_step
         samples, self._read_to, dropped = hook.ring.read(self._read_to, SAMPLES_MAX)
+        wall_ns = time.time_ns() - int(time.perf_counter() * 1e9)
         self._line = self._rest = encode(
             {
                 "v": 1,
@@ -168,7 +176,7 @@ class Sender:
                 "step": step,
                 "restored_step": restored,
                 "dropped": dropped,
-                "samples": [[_number(field) for field in sample] for sample in samples],
+                "samples": [_sample(sample, wall_ns) for sample in samples],
             }
         )
         self._sent_progress, self._sent_at = progress, now

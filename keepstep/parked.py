@@ -136,7 +136,7 @@ def become(argv: list[str], safe_path: bool) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if "__annotations__" in vars(sys.modules["__main__"]):
-        main.__dict__["__annotations__"] = {}
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     sys.excepthook = _without_our_frames
     if argv[0] == "-m":

@@ -50,7 +50,8 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             stream: Any = key.fileobj
             if stream is self._listener:
-                accepted = stream.accept()[0]
+                assert self._listener is not None
+                accepted = self._listener.accept()[0]
                 self.connections += 1
                 self._rests[accepted] = b""
                 self._selector.register(accepted, selectors.EVENT_READ)

@@ -319,8 +319,7 @@ def test_values_on_a_device_are_read_late_in_order_and_given_up_in_the_end(
     """The device is scripted (`Copies.start` answers in its stead): what is tested is the waiting."""
     torch = pytest.importorskip("torch")
     hook = Hook(rank_environment(agent.path))
-    elsewhere = torch.empty(1, device="meta")
-    monkeypatch.setattr(_device, "is_elsewhere", lambda value: value is elsewhere)
+    elsewhere = torch.empty(1, device="meta")  # no tensor of the CPU's
     copies = [Scripted(float(number), None) for number in range(40)]
     waiting = iter(copies)
     monkeypatch.setattr(hook._copies, "start", lambda values: next(waiting))
@@ -330,11 +329,11 @@ def test_values_on_a_device_are_read_late_in_order_and_given_up_in_the_end(
     assert hook.ring.written == 0
     copies[0].arrived = True
     hook.step(2, elsewhere, None, None, None)
-    assert [sample[3] for sample in hook.ring.read(0, 9)[0]] == [0.0, 7.0]
+    assert [sample[4] for sample in hook.ring.read(0, 9)[0]] == [0.0, 7.0]
     for step in range(3, 3 + _device.PENDING_MAX):
         hook.step(step, elsewhere, None, None, None)
     samples = hook.ring.read(2, 9)[0]
-    assert [(sample[0], sample[3]) for sample in samples] == [(2, None)], "the oldest is given up, the rest may wait"
+    assert [(sample[1], sample[4]) for sample in samples] == [(2, None)], "the oldest is given up, the rest may wait"
     copies[2].arrived = True
     hook.flush()
     agent.until(lambda: len(agent.samples) == 3 + _device.PENDING_MAX)
