@@ -328,7 +328,7 @@ class RankHost:
             self._refills[job] = asyncio.create_task(self._refill(job), name=f"park for {job}")
 
     async def _refill(self, job: str) -> None:
-        """Parks what is wanted and missing; beside ranks at work, at the lowest priority. Gives up after a few failures in a row."""
+        """Parks what is wanted and missing, at the lowest priority. Gives up after a few failures in a row."""
         while not self._closing:
             mark = self._memory.job(job)
             plan = mark.plan
@@ -343,7 +343,7 @@ class RankHost:
             if failures:
                 await asyncio.sleep(min(5.0, 0.5 * 2**failures))
             try:
-                await self._slots.make(job, plan, parked=True, quiet=self.current() != ("", 0))
+                await self._slots.make(job, plan, parked=True)
             except (SlotFailed, OSError):
                 self._park_failures[job] = self._park_failures.get(job, 0) + 1
 

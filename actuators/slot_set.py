@@ -81,8 +81,8 @@ class SlotSet:
         self.all[record.slot] = slot
         return slot
 
-    async def make(self, job: str, plan: Plan, *, parked: bool, quiet: bool = False) -> Slot:
-        """A slot with its shim, and with `parked` its worker warming up (`quiet`: at the lowest priority). Raises SlotFailed."""
+    async def make(self, job: str, plan: Plan, *, parked: bool) -> Slot:
+        """A slot with its shim, and with `parked` its worker warming up at the lowest priority. Raises SlotFailed."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"  # sorts by age
         slot = self._slot(self.folder / name, SlotRecord(name, job, self.boot_id, plan.digest, parked))
         form = parked_form(plan.command) if parked else None
@@ -93,7 +93,7 @@ class SlotSet:
                 environment=environment,
                 directory=plan.directory,
                 secrets=secrets_in(environment),
-                quiet=quiet,
+                quiet=parked,
                 log_bytes_max=self.log_bytes_max,
                 idle_s=self.parked_idle_s,
             )
