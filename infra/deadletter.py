@@ -9,6 +9,7 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from events.clock import text_of
 from events.subjects import BadName, token
@@ -74,6 +75,14 @@ class DeadLetters:
             tally = self._tallies.pop(key)
             if tally.seen > tally.kept:
                 await self._count(key, tally)
+
+    def dump(self) -> list[list[object]]:
+        """The tallies as plain JSON values, for who keeps them with a stream's state."""
+        return [[*key, t.minute, t.seen, t.kept, dict(t.reasons)] for key, t in sorted(self._tallies.items())]
+
+    def load(self, tallies: list[list[Any]]) -> None:
+        """Goes on from what `dump` gave."""
+        self._tallies = {(stream, source): _Tally(*rest) for stream, source, *rest in tallies}
 
     async def close(self) -> None:
         """Publishes the counts that are still open."""

@@ -24,7 +24,10 @@ from events.subjects import PARTITIONS, TICK_JOB, TICK_NODE
 
 CLOCK = "CLOCK"
 LEASES = "LEASES"
+#: Where Faust workers say up to where they have read; where a table's changes are kept, by detector.
+OFFSETS = "KS_OFFSETS"
 CHANGELOG_PREFIX = "KS_CHANGELOG_"
+CHANGELOGS = ("NODE", "JOB")
 VERSION_MIN = (2, 15)
 
 _SECOND_NS = 1_000_000_000
@@ -111,6 +114,8 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
             "max_bytes": limits.deadletter_bytes,
         },
         bucket(LEASES, ttl_ns=limits.lease_ttl_ns),
+        bucket(OFFSETS),
+        *(changelog(which, limits.changelog_bytes, replicas) for which in CHANGELOGS),
     ]
     return [{**_COMMON, "num_replicas": replicas, **config} for config in own]
 
@@ -138,6 +143,20 @@ def bucket(name: str, *, ttl_ns: int = 0, history: int = 1, max_bytes: int = -1)
     }
     if ttl_ns:
         config["duplicate_window"] = min(ttl_ns, 120 * _SECOND_NS)
+    return config
+
+
+def changelog(which: str, bytes_max: int = Limits.changelog_bytes, replicas: int = 1) -> dict[str, Any]:
+    """A Faust table's changelog: the last message of each partition and key. When it is full it refuses, rather than forget a key."""
+    config: dict[str, Any] = {
+        "name": f"{CHANGELOG_PREFIX}{which}",
+        "subjects": [f"ks.changelog.{which.lower()}.>"],
+        "max_msgs_per_subject": 1,
+        "max_bytes": bytes_max,
+        "discard": "new",
+    }
+    if replicas == 1:
+        config["persist_mode"] = "async"
     return config
 
 
