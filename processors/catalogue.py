@@ -212,7 +212,13 @@ def parse(text: str) -> Catalogue:
     try:
         model = _Text.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{_place(raw, e['loc'])}: {e['msg']}" for e in error.errors(include_url=False, include_context=False)]
+        said: dict[str, str] = {}
+        for one in error.errors(include_url=False, include_context=False):
+            message = one["msg"] if len(one["msg"]) <= 160 else one["msg"][:160] + "…"
+            said.setdefault(_place(raw, one["loc"]), message)
+        if len(said) > 1 and raw.get("rows"):
+            said.pop("rows", None)  # only says that the rows above failed
+        lines = [f"{place}: {message}" for place, message in said.items()]
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise BadCatalogue("the catalogue is not valid: " + "; ".join(lines[:5]) + more) from None
     _check(model.rows)
@@ -237,7 +243,8 @@ def _check(rows: tuple[Row, ...]) -> None:
 
 
 def _place(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
-    """`row xid-79, symptom` rather than `rows.3.symptom`."""
+    """`row xid-79, symptom` rather than `rows.3.symptom.literal[…]`."""
+    location = tuple(part for part in location if "[" not in str(part))
     if len(location) >= 2 and location[0] == "rows" and isinstance(location[1], int):
         row = raw["rows"][location[1]]
         name = row.get("id") if isinstance(row, dict) else None

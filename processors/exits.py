@@ -1,0 +1,61 @@
+"""How a rank ended, read: whether it is a failure, which rule says so, and whether it is only a peer's crash heard. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from events.incident import Confidence
+from events.training import RankExit
+from processors.detector import QUOTE_BYTES, quote
+
+#: Linux on x86 and ARM; others by number.
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL",
+           11: "SIGSEGV", 13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 31: "SIGSYS"}  # fmt: skip
+SIGABRT = 6
+
+_EXCEPTION = re.compile(r"^(?:\[[^\]\n]{1,40}\]: ?)?[A-Za-z_][\w.]{0,120}(?:Error|Exception|Interrupt|Exit)\b.*$", re.MULTILINE)
+#: What ranks say whose peer is gone: gloo's and NCCL's transports, the store, a collective that was torn down.
+_ECHO = re.compile(
+    r"[Cc]onnection (?:was )?(?:closed|reset)(?: by peer| by remote)?|[Bb]roken pipe|[Gg]loo|NCCL|ProcessGroup|TCPStore|recvValue failed"
+    r"|DistBackendError|DistNetworkError|DistStoreError|[Ss]ocket [Tt]imeout|collective operation timeout"
+)
+LAST_LINES = 5
+
+
+class Ending(NamedTuple):
+    """What a failing exit is called: rank_killed, rank_traceback, rank_gone (it ended while nothing watched) or rank_exit."""
+
+    rule: str
+    confidence: Confidence
+    evidence: str
+
+
+def reading(data: RankExit, node: str) -> Ending:
+    """Of an exit that is a failure. `evidence` holds code or signal and the last lines of stderr."""
+    tail = data.stderr_tail.strip("\n")
+    place = f"rank {data.rank} on {node[:200]}"
+    if data.signal is not None:
+        name = SIGNALS.get(data.signal, "a signal without a name here")
+        rule, head = "rank_killed", f"{place} was killed by signal {data.signal} ({name})"
+    elif data.code is None:
+        rule, head = "rank_gone", f"{place} ended while nothing watched it"
+    else:
+        rule = "rank_traceback" if "Traceback (most recent call last)" in tail else "rank_exit"
+        head = f"{place} ended with code {data.code}"
+    confidence: Confidence = "sympathetic" if _is_echo(data, tail) else "low"
+    if tail:
+        room = QUOTE_BYTES - len(head.encode("utf-8", "replace")) - 2
+        head = f"{head}:\n{quote(tail, room)}"
+    return Ending(rule, confidence, quote(head))
+
+
+def _is_echo(data: RankExit, tail: str) -> bool:
+    """Whether its last words are of a peer that is gone. What a signal ended had no say; an abort may be a watchdog's."""
+    if data.signal is not None and data.signal != SIGABRT:
+        return False
+    last = None
+    for last in _EXCEPTION.finditer(tail):  # noqa: B007 - the last match is meant
+        pass
+    lines = tail[last.start() :].split("\n")[:LAST_LINES] if last else tail.split("\n")[-LAST_LINES:]
+    return _ECHO.search("\n".join(lines)) is not None

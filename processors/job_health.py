@@ -1,0 +1,322 @@
+"""What is wrong with a job: ranks that end, progress that stops; and that it trains, or is done. A pure fold by job over
+TELEMETRY_JOB (detector "job").
+
+Only the highest attempt that was seen counts: what an earlier one still says is history. Steps, losses and phases come from the
+ranks' hooks, exits and process states from the nodes' agents. Stalls are judged in stalls.py, exits are read in exits.py.
+
+Left open: NaN and jumps of loss and gradient norm, MFU (they read the same samples as `_progress` does).
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, NamedTuple
+
+from events.clock import NS
+from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
+from events.presence import Heartbeat, Tick
+from events.training import RankExit, RankStarted, TrainingProgress
+from processors import ranks as ranks_
+from processors.detector import Claim, PartitionClock, Seen, quote
+from processors.exits import reading
+from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, Rank, Ranks
+from processors.stalls import judged
+
+CAUSES_MAX = 16
+#: So many times `healthy_steps` make an attempt healthy though some ranks tell of no steps (scripts that only report on rank 0).
+SPARSE_FACTOR = 10
+
+
+class JobState(NamedTuple):
+    """One attempt. `moved_ns`: when any rank's progress grew last (at first: when the attempt began); `heard_ns`: when anything
+    of the attempt was heard; `step`: the highest finished; `healthy`: steps finished since the last non-finite loss; `stepped`:
+    ranks that finished one; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible."""
+
+    job: str = ""
+    attempt: int = -1
+    world_size: int = 0
+    began_ns: int = 0
+    moved_ns: int = 0
+    moved_id: str = ""
+    heard_ns: int = 0
+    heartbeats: bool = False
+    ranks: Ranks = ()
+    step: int = -1
+    restored_step: int = -1
+    healthy: int = 0
+    stepped: int = 0
+    confirmed: bool = False
+    noted_ns: int = 0
+    noted_step: int = -1
+    ended_well: int = 0
+    failed: int = 0
+    asked: int = 0
+    said: int = 0
+    unsaid: int = 0
+    unsaid_seen_ns: int = 0
+    unsaid_causes: tuple[str, ...] = ()
+    unsaid_evidence: str = ""
+    stall: str = ""
+    scan_ns: int = 0
+    silence_noted: bool = False
+    finished: bool = False
+
+
+_EMPTY = JobState()
+
+
+class JobDetector:
+    """`phase_limit_s`, `healthy_steps`, `progress_note_s`, `exits_each_max` and `silence_s` of the settings."""
+
+    name = "job"
+
+    def key_of(self, seen: Seen) -> str:
+        return seen.job
+
+    def empty(self, key: str) -> JobState:
+        return JobState(job=key)
+
+    def dump(self, state: JobState) -> Any:
+        out: dict[str, Any] = {}
+        for name, value, default in zip(state._fields, state, _EMPTY, strict=True):
+            if value != default:
+                out[name] = value
+        if state.ranks:
+            out["ranks"] = ranks_.dump(state.ranks)
+        if state.unsaid_causes:
+            out["unsaid_causes"] = list(state.unsaid_causes)
+        return out
+
+    def load(self, key: str, value: Any) -> JobState:
+        changes = dict(value)
+        if "ranks" in changes:
+            changes["ranks"] = ranks_.load(changes["ranks"])
+        if "unsaid_causes" in changes:
+            changes["unsaid_causes"] = tuple(changes["unsaid_causes"])
+        return JobState(**changes)
+
+    def detect(self, state: JobState, clock: PartitionClock, seen: Seen) -> tuple[JobState, tuple[Claim, ...]]:
+        data = seen.event.data
+        kind = type(data)
+        if kind is Tick:
+            return _tick(state, clock)
+        attempt = seen.event.attempt
+        if attempt < state.attempt:
+            return state, ()
+        claims: list[Claim] = []
+        if kind is Heartbeat:
+            return (_heartbeat(state, seen, data), ()) if attempt == state.attempt else (state, ())
+        if kind not in (TrainingProgress, RankStarted, RankExit):
+            return state, ()
+        if not data.rank < data.world_size <= RANKS_MAX:
+            return state, ()
+        if attempt > state.attempt:
+            _unsaid(state, claims)
+            state = JobState(
+                job=state.job, attempt=attempt, began_ns=seen.seen_ns, moved_ns=seen.seen_ns, moved_id=seen.event.id
+            )
+        if data.world_size > state.world_size:
+            state = state._replace(world_size=data.world_size)
+        if kind is TrainingProgress:
+            state = _progress(state, clock, seen, data, claims)
+        elif kind is RankStarted:
+            state = _started(state, seen, data)
+        else:
+            state = _exit(state, clock, seen, data, claims)
+        return state, tuple(claims)
+
+
+# --- what ranks and agents say ------------------------------------------------------------------------------------------------
+
+
+def _started(state: JobState, seen: Seen, data: RankStarted) -> JobState:
+    known = ranks_.get(state.ranks, data.rank)
+    heard_ns = max(state.heard_ns, seen.seen_ns)
+    if known is not None:
+        return state if heard_ns == state.heard_ns else state._replace(heard_ns=heard_ns)
+    return state._replace(heard_ns=heard_ns, ranks=ranks_.put(state.ranks, data.rank, Rank(seen.node)))
+
+
+def _heartbeat(state: JobState, seen: Seen, data: Heartbeat) -> JobState:
+    ranks = state.ranks
+    for process in data.ranks:
+        known = ranks_.get(ranks, process.rank) if process.rank < RANKS_MAX else None
+        letter = process.state if process.state in STUCK else ""
+        if known and known.exit == RUNS and known.state != letter and known.node == seen.node:
+            ranks = ranks_.put(ranks, process.rank, known._replace(state=letter))
+    return state._replace(ranks=ranks, heard_ns=max(state.heard_ns, seen.seen_ns), heartbeats=True)
+
+
+def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: TrainingProgress, claims: list[Claim]) -> JobState:
+    event, seen_ns = seen.event, seen.seen_ns
+    known = ranks_.get(state.ranks, data.rank) or Rank()
+    # The first word of a hook is no progress: a start-up's time counts from the attempt's beginning.
+    grew = data.progress > max(known.progress, 0)
+    newest = data.progress >= known.progress
+    rank = Rank(
+        seen.node if newest else known.node,
+        max(known.progress, data.progress),
+        max(known.step, data.step),
+        data.phase if newest else known.phase,
+        max(known.moved_ns, seen_ns) if grew or known.progress < 0 else known.moved_ns,
+        max(known.hook_ns, seen_ns),
+        known.state,
+        known.exit,
+    )
+    healthy, counted = state.healthy, state.step
+    for sample in data.samples:
+        if sample.step > counted:
+            counted = sample.step
+            healthy += 1
+        if sample.loss is not None and not isfinite(sample.loss):
+            healthy = 0
+    if data.step > counted:  # its sample was overwritten: a step without a loss that anyone gave
+        counted = data.step
+        healthy += 1
+    if state.stall and grew and state.stall != "rank_behind" and seen_ns > state.moved_ns:
+        text = f"progress again after {(seen_ns - state.moved_ns) / NS:.1f} s, by rank {data.rank} on {seen.node}"
+        cleared = SignalCleared(symptom="job_hang", seen_ns=seen_ns, evidence=quote(text))
+        claims.append(Claim(seen.job, state.attempt, cleared, (event.id,)))
+        state = state._replace(stall="")
+    advanced = counted > state.step
+    moved = grew and seen_ns >= state.moved_ns
+    state = state._replace(
+        ranks=ranks_.put(state.ranks, data.rank, rank),
+        heard_ns=max(state.heard_ns, seen_ns),
+        moved_ns=seen_ns if moved else state.moved_ns,
+        moved_id=event.id if moved else state.moved_id,
+        step=counted,
+        restored_step=max(state.restored_step, data.restored_step),
+        healthy=healthy,
+        stepped=state.stepped + (known.step < 0 <= rank.step),
+    )
+    return _noted(state, clock, seen, claims) if advanced or not state.confirmed else state
+
+
+def _noted(state: JobState, clock: PartitionClock, seen: Seen, claims: list[Claim]) -> JobState:
+    """That the attempt is healthy, once; and every so often how far it is."""
+    settings = clock.settings
+    first = not state.confirmed
+    if first:
+        wanted = settings.healthy_steps
+        if state.failed or state.asked or state.healthy < wanted:
+            return state
+        if state.stepped < state.world_size and state.healthy < wanted * SPARSE_FACTOR:
+            return state
+    elif state.step <= state.noted_step or seen.time_ns - state.noted_ns < int(settings.progress_note_s * NS):
+        return state
+    fact = ProgressNoted(step=state.step, first=first, restored_step=state.restored_step, seen_ns=seen.seen_ns)
+    claims.append(Claim(seen.job, state.attempt, fact, (seen.event.id,)))
+    return state._replace(confirmed=True, noted_ns=seen.time_ns, noted_step=state.step)
+
+
+def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, claims: list[Claim]) -> JobState:
+    known = ranks_.get(state.ranks, data.rank) or Rank(seen.node)
+    if known.exit != RUNS:
+        return state
+    heard_ns = max(state.heard_ns, seen.seen_ns)
+    if data.asked:
+        ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=ASKED))
+        return state._replace(ranks=ranks, heard_ns=heard_ns, asked=state.asked + 1)
+    # One that ended unwatched, while its peers end well, is taken to have done so too.
+    well = data.code == 0 or (data.code is None and data.signal is None and state.ended_well > 0)
+    if well:
+        ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=ENDED_WELL))
+        state = state._replace(ranks=ranks, heard_ns=heard_ns, ended_well=state.ended_well + 1)
+        if state.ended_well == state.world_size and not state.finished:
+            fact = JobFinished(step=state.step, seen_ns=seen.seen_ns)
+            claims.append(Claim(seen.job, state.attempt, fact, (seen.event.id,)))
+            state = state._replace(finished=True)
+        return state
+    ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=FAILED))
+    state = state._replace(ranks=ranks, heard_ns=heard_ns, failed=state.failed + 1)
+    ending = reading(data, seen.node)
+    if state.said >= clock.settings.exits_each_max:
+        return state._replace(
+            unsaid=state.unsaid + 1,
+            unsaid_seen_ns=max(state.unsaid_seen_ns, seen.seen_ns),
+            unsaid_causes=(*state.unsaid_causes, seen.event.id)[-CAUSES_MAX:],
+            unsaid_evidence=quote(ending.evidence, 700),
+        )
+    signal = Signal(
+        symptom="rank_exit",
+        node=seen.node,
+        rank=data.rank,
+        # What dies while the attempt is being stopped heard its peers go.
+        confidence="sympathetic" if state.asked else ending.confidence,
+        rule=ending.rule,
+        evidence=ending.evidence,
+        seen_ns=seen.seen_ns,
+        step=state.step,
+    )
+    claims.append(Claim(seen.job, state.attempt, signal, (seen.event.id,)))
+    return state._replace(said=state.said + 1)
+
+
+# --- time passes --------------------------------------------------------------------------------------------------------------
+
+
+def _unsaid(state: JobState, claims: list[Claim]) -> JobState:
+    """The exits that were counted, as one."""
+    if not state.unsaid:
+        return state
+    signal = Signal(
+        symptom="rank_exit",
+        confidence="sympathetic",
+        rule="rank_exits_counted",
+        evidence=quote(f"{state.unsaid} more ranks ended, the last: {state.unsaid_evidence}"),
+        seen_ns=state.unsaid_seen_ns,
+        count=state.unsaid,
+        step=state.step,
+    )
+    claims.append(Claim(state.job, state.attempt, signal, state.unsaid_causes))
+    return state._replace(unsaid=0, unsaid_seen_ns=0, unsaid_causes=(), unsaid_evidence="")
+
+
+def _tick(state: JobState, clock: PartitionClock) -> tuple[JobState, tuple[Claim, ...]]:
+    claims: list[Claim] = []
+    if state.unsaid:
+        state = _unsaid(state, claims)
+    # After an exit that counts or was asked for, the exit is the signal, and what stalls does so for it.
+    over = state.attempt < 0 or state.failed or state.asked or state.finished or state.ended_well >= state.world_size
+    now_ns = clock.now_ns
+    if over or not clock.absence_judged or now_ns < state.scan_ns or state.stall in ("no_progress", "startup_silent"):
+        return state, tuple(claims)
+    settings = clock.settings
+    silence_ns = int(settings.silence_s * NS)
+    found = judged(
+        state.ranks, state.world_size, state.step, state.moved_ns, state.began_ns, now_ns, clock.heard_from_ns, settings
+    )
+    causes = (state.moved_id,) if state.moved_id else ()
+    unheard_ns = now_ns - max(state.heard_ns, clock.heard_from_ns)
+    missing: EvidenceMissing | None = None
+    if found.rule and state.heartbeats and unheard_ns > silence_ns:
+        # Not even the agents are heard: nobody knows whether the job hangs, and the nodes' silence is told of by itself.
+        found = found._replace(rule="", scan_ns=0)
+        text = f"nothing of the job was heard for {unheard_ns / NS:.1f} s: whether it makes progress is not known"
+        missing = EvidenceMissing(producer="job", reason="silent", detail=text)
+    elif found.quiet:
+        some = ", ".join(map(str, found.quiet[:16])) + (" …" if len(found.quiet) > 16 else "")
+        text = f"ranks whose hooks are not heard while the job goes on: {some}"
+        missing = EvidenceMissing(producer="hook", reason="silent", missing=len(found.quiet), detail=text)
+    if missing and not state.silence_noted:
+        claims.append(Claim(state.job, state.attempt, missing, causes))
+    state = state._replace(silence_noted=missing is not None, scan_ns=found.scan_ns)
+    if found.rule and not state.stall:
+        signal = Signal(
+            symptom="job_hang",
+            node=found.node,
+            rank=found.rank,
+            confidence="low",
+            rule=found.rule,
+            evidence=found.evidence,
+            seen_ns=now_ns,
+            step=state.step,
+        )
+        claims.append(Claim(state.job, state.attempt, signal, causes))
+        state = state._replace(stall=found.rule)
+    elif state.stall == "rank_behind" and found.rule != "rank_behind":
+        cleared = SignalCleared(symptom="job_hang", seen_ns=now_ns, evidence="the ranks that were behind make progress again")
+        claims.append(Claim(state.job, state.attempt, cleared, causes))
+        state = state._replace(stall="")
+    return state, tuple(claims)

@@ -1,0 +1,133 @@
+"""Whether an attempt makes no progress, and which rank stands out. Pure: ranks, times and limits in, a judgement out.
+
+A phase's limit is that of the phase which most ranks are in; but where one rank evaluates or writes a checkpoint and the others
+wait for it in their step, the longer limit of that phase holds (decisions/060).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from events.clock import NS
+from processors.detector import quote
+from processors.policy import Detectors
+from processors.ranks import RUNS, Rank, Ranks, each, get
+
+#: All ranks are looked at no later than this after the last time, whatever the limits were then.
+SCAN_S = 5.0
+NAMED_MAX = 8
+_WAITED_FOR = ("evaluation", "checkpoint")
+
+
+class Stall(NamedTuple):
+    """`rule`: no_progress; startup_silent (no hook was ever heard: the script may have none); rank_behind (others go on);
+    '' for none. `rank` and `node` where exactly one stands out, -1 and ''. `quiet`: ranks not heard while the job goes on.
+    `scan_ns`: a stall is not possible before."""
+
+    rule: str = ""
+    rank: int = -1
+    node: str = ""
+    evidence: str = ""
+    quiet: tuple[int, ...] = ()
+    scan_ns: int = 0
+
+
+def limits_ns(settings: Detectors) -> Mapping[str, int]:
+    return {phase: int(limit * NS) for phase, limit in settings.phase_limit_s.model_dump().items()}
+
+
+def judged(
+    ranks: Ranks, world_size: int, step: int, moved_ns: int, began_ns: int, now_ns: int, heard_from_ns: int, settings: Detectors
+) -> Stall:
+    limits = limits_ns(settings)
+    silence_ns = int(settings.silence_s * NS)
+    heard = list(each(ranks))
+    live = [(number, rank) for number, rank in heard if rank.exit == RUNS]
+    phase, limit_ns = _phase(live, max(0, world_size - len(heard)), limits)
+    since_ns = max(moved_ns, heard_from_ns)
+    if now_ns - since_ns > limit_ns:
+        what = (
+            f"no progress for {(now_ns - since_ns) / NS:.1f} s in phase {phase} (limit {limit_ns / NS:g} s), last step {step}"
+        )
+        never = all(rank.progress < 0 for _, rank in live)
+        if never:
+            what += "; no rank's hook was ever heard"
+        number, node, who = _suspects(ranks, live, world_size, now_ns, silence_ns)
+        return Stall("startup_silent" if never else "no_progress", number, node, quote(f"{what}{who}"))
+    behind: list[tuple[int, Rank]] = []
+    quiet: list[int] = []
+    earliest_ns = since_ns
+    for number, rank in live:
+        if rank.step < 0 or rank.step >= step:
+            continue
+        rank_since_ns = max(rank.moved_ns, began_ns, heard_from_ns)
+        if now_ns - rank_since_ns <= limits.get(rank.phase, limits["undeclared"]):
+            earliest_ns = min(earliest_ns, rank_since_ns)
+        elif rank.state or now_ns - rank.hook_ns <= silence_ns:
+            behind.append((number, rank))
+        else:
+            quiet.append(number)
+    scan_ns = min(earliest_ns + min(limits.values()), now_ns + int(SCAN_S * NS))
+    if behind:
+        one = behind[0] if len(behind) == 1 else None
+        text = f"{_named(behind)} made no progress within the limit of their phase while the job went on to step {step}"
+        return Stall("rank_behind", one[0] if one else -1, one[1].node if one else "", quote(text), tuple(quiet), scan_ns)
+    return Stall(quiet=tuple(quiet), scan_ns=scan_ns)
+
+
+def _phase(live: Sequence[tuple[int, Rank]], unheard: int, limits: Mapping[str, int]) -> tuple[str, int]:
+    """The phase that the most live ranks are in (those never heard are starting; of equals the one with the longer limit), and
+    its limit, or the longer one of a phase that the others wait for."""
+    count = dict.fromkeys(limits, 0)
+    count["startup"] = unheard
+    for _, rank in live:
+        count[rank.phase if rank.phase in count else "startup"] += 1
+    phase = max(count, key=lambda name: (count[name], limits[name]))
+    limit = limits[phase]
+    for name in _WAITED_FOR:
+        if count[name] and limits[name] > limit:
+            phase, limit = name, limits[name]
+    return phase, limit
+
+
+def _suspects(
+    ranks: Ranks, live: Sequence[tuple[int, Rank]], world_size: int, now_ns: int, silence_ns: int
+) -> tuple[int, str, str]:
+    """Who stands out, by the strongest sign that some but not all show: rank and node where it is one, and words."""
+    unheard = [(n, Rank()) for n in range(world_size) if get(ranks, n) is None] if len(live) < world_size else []
+    steps = [rank.step for _, rank in live]
+    ahead = max(steps, default=-1)
+    phases = [rank.phase for _, rank in live]
+    common = max(sorted(set(phases)), key=phases.count, default="")
+    everyone = len(live) + len(unheard)
+    signs = (
+        ("stopped or stuck (by process state)", [(n, r) for n, r in live if r.state], everyone - 1),
+        ("never heard", unheard, everyone - 1),
+        ("silent", [(n, r) for n, r in live if r.progress >= 0 and now_ns - r.hook_ns > silence_ns], everyone - 1),
+        # What most ranks show is no sign of the few.
+        ("behind in steps", [(n, r) for n, r in live if r.step < ahead], everyone // 2),
+        ("in another phase", [(n, r) for n, r in live if r.phase != common], everyone // 2),
+        ("without a hook's word", [(n, r) for n, r in live if r.progress < 0], everyone // 2),
+    )
+    words: list[str] = []
+    chosen: list[tuple[int, Rank]] = []
+    for sign, some, most in signs:
+        if some and len(some) <= most:
+            words.append(f"{sign}: {_named(some)}")
+            chosen = chosen or some
+    text = "".join(f"; {word}" for word in words)
+    if len(chosen) == 1:
+        return chosen[0][0], chosen[0][1].node, text
+    nodes = {rank.node for _, rank in chosen}
+    return -1, next(iter(nodes)) if len(nodes) == 1 else "", text
+
+
+def _named(some: Sequence[tuple[int, Rank]]) -> str:
+    parts = []
+    for number, rank in some[:NAMED_MAX]:
+        place = f" on {rank.node[:60]}" if rank.node else ""
+        state = f" ({rank.state})" if rank.state else ""
+        parts.append(f"rank {number}{place}{state}")
+    more = f" and {len(some) - NAMED_MAX} more" if len(some) > NAMED_MAX else ""
+    return ", ".join(parts) + more

@@ -1,0 +1,370 @@
+"""The job detector: exits, stalls in each phase, who stands out, healthy starts, the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
+from processors.detector import Outgoing
+from processors.job_health import JobDetector
+from processors.policy import Detectors, PhaseLimits
+from tests.telemetry import Story, facts, ns, told
+
+JOB = JobDetector()
+LIMITS = Detectors(phase_limit_s=PhaseLimits(startup=20, step=5, evaluation=30, checkpoint=15, undeclared=8))
+PEER_GONE = (
+    'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n'
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2231\n"
+)
+USER_ERROR = (
+    'NCCL INFO Bootstrap : Using eth0\nTraceback (most recent call last):\n  File "train.py", line 9, in <module>\n'
+    "    loss = batch[7]\nIndexError: list index out of range\n"
+)
+
+
+def claims(story: Story) -> list[Any]:
+    return facts(told(JOB, story))
+
+
+def of(kind: type[Any], story: Story) -> list[Any]:
+    return [fact for fact in claims(story) if isinstance(fact, kind)]
+
+
+def running(story: Story, from_s: int, to_s: int, *, step: int | None = None, attempt: int = 1, world: int = 2) -> Story:
+    """Each rank finishes a step a second, from `step` on."""
+    first = from_s if step is None else step
+    for second in range(from_s, to_s):
+        done = first + second - from_s
+        for rank in range(world):
+            story.progress(second, rank, 2 * done + 2, done, losses=(1.0,), attempt=attempt, world=world)
+        story.tick(second + 0.5)
+    return story
+
+
+def begun(*, attempt: int = 1, world: int = 2, at_s: float = 0) -> Story:
+    story = Story("job")
+    story.adopt(at_s, LIMITS)
+    for second in range(-12, 0):
+        story.tick(second + 0.5)
+    for rank in range(world):
+        story.started(at_s, rank, attempt=attempt, world=world)
+    return story
+
+
+def ticks(
+    story: Story, from_s: int, to_s: int, *, stuck: dict[int, tuple[int, int, str]] | None = None, world: int = 2
+) -> Story:
+    """Seconds without progress. `stuck`: what each rank's hook still says: progress, step, phase."""
+    for second in range(from_s, to_s):
+        for rank, (progress, step, phase) in (stuck or {}).items():
+            story.progress(second, rank, progress, step, phase=phase, world=world)
+        story.tick(second + 0.5)
+    return story
+
+
+# --- exits --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_and_its_echo() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10.0, 1, signal=9)
+    story.exited(10.2, 0, code=1, stderr=PEER_GONE)
+    ticks(story, 11, 60)
+    killed, echo = of(Signal, story)
+    assert (killed.symptom, killed.rank, killed.node, killed.rule, killed.confidence) == (
+        "rank_exit",
+        1,
+        "n1",
+        "rank_killed",
+        "low",
+    )
+    assert killed.seen_ns == ns(10) and killed.step == 9 and "signal 9 (SIGKILL)" in killed.evidence
+    assert (echo.rank, echo.rule, echo.confidence) == (0, "rank_traceback", "sympathetic")
+    assert "Connection closed by peer" in echo.evidence
+
+
+@pytest.mark.parametrize(
+    ("more", "rule", "confidence"),
+    [
+        ({"code": 1, "stderr": USER_ERROR}, "rank_traceback", "low"),
+        ({"code": 1, "stderr": "[rank1]: " + PEER_GONE.replace("\n", "\n[rank1]: ")}, "rank_traceback", "sympathetic"),
+        ({"code": 3}, "rank_exit", "low"),
+        ({}, "rank_gone", "low"),
+        (
+            {"signal": 6, "stderr": "terminate called\n  what():  [PG ID 0] ProcessGroupNCCL's watchdog"},
+            "rank_killed",
+            "sympathetic",
+        ),
+        ({"signal": 11, "stderr": PEER_GONE}, "rank_killed", "low"),
+        ({"signal": 64}, "rank_killed", "low"),
+    ],
+)
+def test_how_an_exit_is_read(more: dict[str, Any], rule: str, confidence: str) -> None:
+    story = running(begun(), 1, 5)
+    story.exited(5, 1, **more)
+    (signal,) = of(Signal, story)
+    assert (signal.rule, signal.confidence) == (rule, confidence)
+
+
+def test_an_exit_is_told_once_and_long_stderr_keeps_its_end() -> None:
+    story = running(begun(), 1, 5)
+    for _ in range(2):
+        story.exited(5, 1, code=1, stderr="x" * 3000 + "\n" + USER_ERROR[-40:])
+    (signal,) = of(Signal, story)
+    assert len(signal.evidence.encode()) <= 1024
+    assert (
+        signal.evidence.startswith("rank 1 on n1 ended with code 1")
+        and "IndexError: list index out of range" in signal.evidence
+    )
+
+
+def test_exits_that_were_asked_for_are_no_signal_and_what_follows_them_is_an_echo() -> None:
+    story = running(begun(), 1, 5)
+    story.exited(5, 0, signal=15, asked=True)
+    story.exited(5, 1, code=1, stderr=USER_ERROR)
+    ticks(story, 6, 60)
+    (signal,) = of(Signal, story)
+    assert signal.rank == 1 and signal.confidence == "sympathetic"
+
+
+def test_what_an_earlier_attempt_still_says_opens_nothing() -> None:
+    story = running(begun(attempt=3), 1, 5, attempt=3)
+    story.exited(5, 1, signal=9, attempt=2)
+    story.progress(5, 1, 99, 99, attempt=2, losses=(float("nan"),))
+    running(story, 5, 9, attempt=3)
+    assert of(Signal, story) == []
+
+
+def test_a_first_word_that_is_an_exit_begins_the_attempt() -> None:
+    story = running(begun(), 1, 5)
+    story.exited(6, 0, code=1, attempt=2)
+    out = told(JOB, story)[-1]
+    assert isinstance(out.event.data, Signal) and out.event.attempt == 2
+
+
+def test_beyond_a_number_exits_are_counted() -> None:
+    story = running(begun(world=30), 1, 4, world=30)
+    story.adopt(4, LIMITS.model_copy(update={"exits_each_max": 4}))
+    for rank in range(30):
+        story.exited(5, rank, code=1, stderr=PEER_GONE, world=30)
+    story.tick(5.5)
+    story.tick(6.5)
+    signals = of(Signal, story)
+    assert [signal.count for signal in signals] == [1, 1, 1, 1, 26]
+    assert signals[-1].rule == "rank_exits_counted" and signals[-1].rank == -1
+    assert told(JOB, story)[-1].event.causes[-1].startswith("e")
+
+
+def test_a_late_exit_tells_its_age() -> None:
+    story = running(begun(), 1, 200)
+    story.exited(300, 1, signal=9, held_s=100)
+    (signal,) = of(Signal, story)
+    assert signal.seen_ns == ns(200)
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_finished_when_every_rank_ended_well_at_whatever_times() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10, 0, code=0)
+    ticks(story, 10, 14)
+    story.exited(14, 1, code=0)
+    ticks(story, 14, 60)
+    (finished,) = of(JobFinished, story)
+    assert finished.step == 9 and finished.seen_ns == ns(14) and of(Signal, story) == []
+
+
+def test_a_rank_that_hangs_after_the_others_ended_is_a_hang() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10, 0, code=0)
+    ticks(story, 10, 20, stuck={1: (20, 9, "step")})
+    (hang,) = of(Signal, story)
+    assert (hang.symptom, hang.rule) == ("job_hang", "no_progress")
+
+
+def test_an_unwatched_exit_among_good_ones_counts_as_good() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10, 0, code=0)
+    story.exited(11, 1)
+    assert len(of(JobFinished, story)) == 1
+
+
+def test_a_failed_rank_is_no_finish() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10, 0, code=0)
+    story.exited(11, 1, code=1)
+    assert of(JobFinished, story) == [] and len(of(Signal, story)) == 1
+
+
+# --- stalls -------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_progress_in_a_step_names_the_stopped_rank() -> None:
+    story = running(begun(world=4), 1, 10, world=4)
+    for second in range(10, 30):
+        for rank in (0, 1, 3):
+            story.progress(second, rank, 20, 9, world=4)
+        for rank in range(4):
+            story.processes(second, rank, "T" if rank == 2 else "S")
+        story.tick(second + 0.5)
+    out: list[Outgoing] = [o for o in told(JOB, story) if isinstance(o.event.data, Signal)]
+    (one,) = out
+    hang = one.event.data
+    assert (hang.symptom, hang.rule, hang.rank, hang.node, hang.step) == ("job_hang", "no_progress", 2, "n2", 9)
+    # Last progress at 9 s, the limit is 5 s.
+    assert hang.seen_ns == ns(14.5) and "phase step (limit 5 s), last step 9" in hang.evidence
+    assert "rank 2 on n2 (T)" in hang.evidence and "silent: rank 2" in hang.evidence and one.event.causes
+    # It moves again.
+    running(story, 30, 40, step=10, world=4)
+    (cleared,) = of(SignalCleared, story)
+    assert cleared.symptom == "job_hang" and "after 21.0 s" in cleared.evidence
+    # And stalls once more: another signal.
+    ticks(story, 40, 50, stuck=dict.fromkeys(range(4), (40, 19, "step")), world=4)
+    assert len(of(Signal, story)) == 2
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s"), [("startup", 20), ("step", 5), ("evaluation", 30), ("checkpoint", 15), ("undeclared", 8)]
+)
+def test_every_phase_has_its_limit(phase: str, limit_s: int) -> None:
+    story = running(begun(), 1, 10)
+    stuck = {0: (30, 9, phase), 1: (30, 9, phase)}
+    ticks(story, 10, 60, stuck=stuck)
+    (hang,) = of(Signal, story)
+    assert hang.seen_ns == ns(10 + limit_s + 0.5) and f"phase {phase}" in hang.evidence
+
+
+def test_ranks_that_wait_for_one_that_writes_a_checkpoint_do_not_hang_early() -> None:
+    story = running(begun(world=4), 1, 10, world=4)
+    stuck = dict.fromkeys((1, 2, 3), (20, 9, "step")) | {0: (21, 9, "checkpoint")}
+    ticks(story, 10, 25, stuck=stuck, world=4)
+    assert of(Signal, story) == []
+    ticks(story, 25, 30, stuck=stuck, world=4)
+    (hang,) = of(Signal, story)
+    assert (hang.rank, hang.node) == (0, "n0") and "in another phase: rank 0 on n0" in hang.evidence
+
+
+def test_a_start_up_that_never_ends() -> None:
+    story = begun(world=3)
+    ticks(story, 0, 30, stuck={0: (0, -1, "startup"), 1: (0, -1, "startup")}, world=3)
+    (hang,) = of(Signal, story)
+    assert (hang.rule, hang.rank, hang.node) == ("no_progress", 2, "n2") and hang.seen_ns == ns(20.5)
+
+
+def test_a_rank_that_was_never_heard_counts_too() -> None:
+    story = begun(world=2)
+    for second in range(30):
+        story.progress(second, 0, 0, -1, phase="startup", world=3)
+        story.progress(second, 1, 0, -1, phase="startup", world=3)
+        story.tick(second + 0.5)
+    (hang,) = of(Signal, story)
+    assert hang.rank == 2 and "never heard: rank 2" in hang.evidence
+
+
+def test_a_script_without_the_hook_is_said_to_be_one() -> None:
+    (hang,) = of(Signal, ticks(begun(), 0, 30))
+    assert hang.rule == "startup_silent" and "no rank's hook was ever heard" in hang.evidence
+
+
+def test_a_broker_that_stood_still_is_no_hang() -> None:
+    story = running(begun(), 1, 10)
+    running(story, 300, 310, step=10)
+    assert of(Signal, story) == []
+    assert [fact.reason for fact in of(EvidenceMissing, story)] == ["ticks"]
+
+
+def test_silence_of_all_is_not_a_hang_where_agents_used_to_speak() -> None:
+    story = running(begun(), 1, 10)
+    for rank in range(2):
+        story.processes(9.6, rank, "S")
+    ticks(story, 10, 60)
+    assert of(Signal, story) == []
+    (missing,) = of(EvidenceMissing, story)
+    assert (missing.producer, missing.reason) == ("job", "silent")
+
+
+def test_ranks_cut_off_while_the_job_goes_on_are_noted_only() -> None:
+    story = running(begun(), 1, 10)
+    for second in range(10, 60):
+        story.progress(second, 0, 2 * second + 2, second, losses=(1.0,))
+        story.tick(second + 0.5)
+    assert of(Signal, story) == []
+    (missing,) = of(EvidenceMissing, story)
+    assert (missing.producer, missing.reason, missing.missing) == ("hook", "silent", 1)
+    # A spool drains: still no news.
+    for second in range(10, 60):
+        story.progress(60 + second / 1000, 1, 2 * second + 2, second, losses=(1.0,), held_s=60 - second)
+    running(story, 61, 70)
+    assert of(Signal, story) == []
+
+
+def test_one_rank_that_stays_behind_while_others_go_on() -> None:
+    story = running(begun(world=3), 1, 10, world=3)
+    for second in range(10, 30):
+        for rank in (0, 1):
+            story.progress(second, rank, 2 * second + 2, second, losses=(1.0,), world=3)
+        story.progress(second, 2, 20, 9, world=3)
+        story.tick(second + 0.5)
+    (hang,) = of(Signal, story)
+    assert (hang.rule, hang.rank, hang.node) == ("rank_behind", 2, "n2")
+    running(story, 30, 40, step=30, world=3)
+    assert len(of(SignalCleared, story)) == 1
+
+
+def test_ranks_that_never_report_steps_are_not_behind() -> None:
+    story = begun(world=2)
+    for second in range(60):
+        story.progress(second, 0, 2 * second + 2, second, losses=(1.0,))
+        story.progress(second, 1, 0, -1, phase="startup")
+        story.tick(second + 0.5)
+    assert of(Signal, story) == []
+    assert [fact.first for fact in of(ProgressNoted, story)][:2] == [True, False]
+
+
+# --- progress -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_start_is_noted_once_then_every_so_often() -> None:
+    story = running(begun(), 1, 35)
+    notes = of(ProgressNoted, story)
+    assert [note.first for note in notes] == [True, False, False, False]
+    # The second step of the first rank to finish it, with each rank past its first.
+    assert (notes[0].step, notes[0].seen_ns) == (2, ns(2))
+    assert [note.step for note in notes[1:]] == [12, 22, 32]
+
+
+def test_a_step_that_is_not_finite_does_not_confirm_health() -> None:
+    story = begun()
+    for second in range(1, 5):
+        for rank in range(2):
+            story.progress(second, rank, second, second, losses=(float("nan"),))
+    assert of(ProgressNoted, story) == []
+    running(story, 5, 8)
+    (note,) = of(ProgressNoted, story)
+    assert note.first and note.step == 6
+
+
+def test_a_rank_that_has_not_finished_a_step_keeps_the_attempt_unconfirmed() -> None:
+    story = begun(world=3)
+    for second in range(1, 6):
+        for rank in range(2):
+            story.progress(second, rank, second, second, losses=(1.0,), world=3)
+    assert of(ProgressNoted, story) == []
+    story.progress(6, 2, 1, 5, losses=(1.0,), world=3)
+    assert len(of(ProgressNoted, story)) == 1
+
+
+def test_a_restored_attempt_says_where_from() -> None:
+    story = running(begun(), 1, 10)
+    story.exited(10, 1, signal=9)
+    for rank in range(2):
+        story.started(12, rank, attempt=2)
+        story.progress(13, rank, 1, -1, phase="startup", attempt=2, restored=7)
+    for second in (14, 15):
+        for rank in range(2):
+            story.progress(second, rank, second, second - 6, losses=(1.0,), attempt=2, restored=7)
+    note = of(ProgressNoted, story)[-1]
+    assert note.first and (note.step, note.restored_step) == (9, 7)
