@@ -325,7 +325,7 @@ async def _term(nc: Any, log_of: Callable[[Any, str], EventLog], lease: Any, bac
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m infra.actuator_service", description="Carries out what the decider decided.")
     made.add_argument("--home", type=Path, default=None, help="the installation's folder (its embedded bus is used)")
-    made.add_argument("--bus", default="", help="URL of a bus instead, nats://host:port")
+    made.add_argument("--url", "--bus", dest="bus", default="", help="URL of a bus instead, nats://host:port")
     made.add_argument("--key", default="", help="seed file of the actuator's key on that bus; {user} stands for the role")
     made.add_argument("--exec", default="", help="the site's own script for evict, replace and notify (backend exec)")
     made.add_argument("--within-s", type=float, default=60.0, help="time for one action as a whole")

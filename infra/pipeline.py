@@ -71,22 +71,10 @@ class Pipeline:
             await adopt(admin, self.policy, self.author)
         finally:
             await admin.close()
-        for name in CONTROL:
-            await self._start_control(name)
+        await start_control(self.supervisor, self.address, self.actuate)
         for node in self.nodes:
             await self.start_agent(node)
         self.supervisor.check()
-
-    async def _start_control(self, name: str) -> None:
-        home = ("--home", str(self.home.path))
-        if name.startswith("detector-"):
-            arguments = module("infra.detector_worker", *home, "--detector", name.removeprefix("detector-"), "--worker", name)
-        elif name == "decider":
-            arguments = module("infra.decider_service", *home)
-        else:
-            more = ("--exec", self.actuate) if self.actuate else ()
-            arguments = module("infra.actuator_service", *home, *more)
-        await self.supervisor.start(name, arguments)
 
     async def start_agent(self, node: Node) -> None:
         if self.server is not None:
@@ -108,6 +96,20 @@ class Pipeline:
         await self.supervisor.stop_all()
         if self.server is not None:
             await asyncio.to_thread(self.server.stop)
+
+
+async def start_control(supervisor: Supervisor, address: Address, actuate: str = "", worker: str = "") -> None:
+    """The control plane's four processes on a bus: two detectors, the decider, the actuators."""
+    where = ("--url", address.url, "--key", address.key) if address.url else ("--home", str(address.home.path))
+    for name in CONTROL:
+        if name.startswith("detector-"):
+            who = ("--detector", name.removeprefix("detector-"), "--worker", f"{name}{worker}")
+            arguments = module("infra.detector_worker", *where, *who)
+        elif name == "decider":
+            arguments = module("infra.decider_service", *where)
+        else:
+            arguments = module("infra.actuator_service", *where, *(("--exec", actuate) if actuate else ()))
+        await supervisor.start(name, arguments)
 
 
 async def adopt(nc: BusClient, text: str, author: str, catalogue: str = "") -> bool:

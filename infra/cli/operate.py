@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -37,8 +38,9 @@ from infra.cli.operator import known, read_policy
 from infra.cli.reading import last_heard
 from infra.home import Address, Home, host_name
 from infra.jetstream import JetStreamLog
-from infra.pipeline import Node, Pipeline, default_policy_text
+from infra.pipeline import Node, Pipeline, default_policy_text, start_control
 from infra.pipeline import say as tell
+from infra.supervise import Supervisor
 from infra.watch import Watch
 
 NodesOption = Annotated[
@@ -68,6 +70,14 @@ def until_signal() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked, number)
     return stop
+
+
+async def watch_children(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    """Until stopped; raises ChildFailed when a child cannot run as it was started."""
+    while not stop.is_set():
+        supervisor.check()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1)
 
 
 def register(app: typer.Typer) -> None:
@@ -103,15 +113,33 @@ def register(app: typer.Typer) -> None:
                 say(
                     f"up: bus {pipeline.server.url}, agents {', '.join(names) if agents else 'none'}, state in {pipeline.home.path}; Ctrl-C stops it"
                 )
-                while not stop.is_set():
-                    pipeline.supervisor.check()
-                    try:
-                        await asyncio.wait_for(stop.wait(), 1)
-                    except TimeoutError:
-                        continue
+                await watch_children(pipeline.supervisor, stop)
             finally:
                 say("stopping; ranks that run go on")
                 await pipeline.stop()
+
+        run(work())
+
+    @app.command()
+    def control(
+        url: Annotated[str, typer.Option("--url", envvar="KEEPSTEP_URL", help="The bus")],
+        key: Annotated[str, typer.Option("--key", envvar="KEEPSTEP_KEY", help="Seed file; {user} stands for the role")] = "",
+        actuate: Annotated[str, typer.Option("--exec", help="The site's own script for evict, replace and notify")] = "",
+        home: HomeOption = None,
+    ) -> None:
+        """Run the control plane (detectors, decider, actuators) on a bus that runs elsewhere, until stopped. Several may: they share the
+        detectors' partitions, and one decider and one actuator is active."""
+        where, script = address(home, url, key), actuate_script(actuate)
+
+        async def work() -> None:
+            stop = until_signal()
+            supervisor = Supervisor(where.home.logs)
+            try:
+                await start_control(supervisor, where, script, f"@{host_name()}-{os.getpid()}")
+                say(f"control: on {url}, logs in {where.home.logs}; Ctrl-C stops it")
+                await watch_children(supervisor, stop)
+            finally:
+                await supervisor.stop_all()
 
         run(work())
 

@@ -7,9 +7,26 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.common import JsonOption, Refused, console, say, show_json
+from infra.bus import BusClient
+from infra.cli.common import (
+    HomeOption,
+    JsonOption,
+    KeyOption,
+    Refused,
+    UrlOption,
+    address,
+    author,
+    console,
+    run,
+    say,
+    show_json,
+    with_bus,
+)  # fmt: skip
+from infra.cli.operate import policy_text
 from infra.keys import ensure_key, identity_of, server_configuration
 from infra.permissions import ROLES
+from infra.pipeline import adopt
+from infra.streams import check_server, ensure_streams
 
 
 def register(app: typer.Typer) -> None:
@@ -54,3 +71,24 @@ def register(app: typer.Typer) -> None:
         for key in made:
             console.print(f"{key.identity.user}  {key.public_key}  {key.seed_file}", markup=False)
         say(f"put the server's side into its configuration: {config}" if config else "see --config for the server's side")
+
+    @app.command()
+    def streams(
+        replicas: Annotated[int, typer.Option("--replicas", min=1, max=5, help="Copies of each stream in a cluster")] = 1,
+        policy: Annotated[Path | None, typer.Option("--policy", help="Policy file to adopt [default: observe everything]")] = None,
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "",
+    ) -> None:  # fmt: skip
+        """Make or verify the bus's streams, their ticks, and adopt a policy and the catalogue. Nothing is ever deleted."""
+
+        async def work(nc: BusClient) -> None:
+            await check_server(nc)
+            await ensure_streams(nc, replicas)
+
+        async def rules(nc: BusClient) -> None:
+            await adopt(nc, text, author())
+
+        where = address(home, url, key)
+        text = policy_text(where.home, policy)
+        run(with_bus(where, "admin", work))
+        run(with_bus(where, "operator", rules))
+        say("the streams are as they should be, and the policy is adopted")
