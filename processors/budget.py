@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from events.clock import NS
 from events.job import Place
-from processors.fleet import Eviction, Fleet, Job
 from processors.policy import Budget
+from processors.state import Eviction, Fleet, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
     """What evicting `place` after the evictions `also` (of the same job, not yet in the log) would break, if anything."""
     rules = fleet.policy.budget
     new = tuple(Eviction(fleet.now_ns, job.name, p.node, p.rack) for p in also)
-    everyone = [p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)]
+    everyone = {p.node: p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)}.values()
     scopes: list[tuple[str, str, Budget, int, Callable[[Eviction], bool]]] = [
         ("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name),
         ("fleet", "", rules.fleet, len(everyone), lambda e: True),

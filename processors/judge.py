@@ -9,14 +9,16 @@ from events.decision import EvidenceJudged, IncidentOpened
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import Signal
-from processors.fleet import NAMING, Fleet, Job
+from processors.state import NAMING, Fleet, Job
 
 #: Symptoms of the job as a whole that open an incident by themselves.
 OF_THE_JOB = frozenset({"rank_exit", "job_hang"})
 
 
 def owner_of(fleet: Fleet, event: AnyEvent, node: str) -> Job | None:
-    """The job that a claim concerns: the node's by declaration, else the envelope's."""
+    """The job that a claim concerns. What is said of the job as a whole: the envelope's; of a node: whose it is by declaration."""
+    if event.job in fleet.jobs and getattr(event.data, "symptom", "") in OF_THE_JOB:
+        return fleet.jobs[event.job]
     return fleet.jobs.get(fleet.owners.get(node, event.job) if node else event.job)
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from events.ports import Record
-from events.registry import canonical
-from processors.decider import Decider, is_own
-from processors.detector import Outgoing
+from processors.decider import Decider, Derived, is_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ def replay(records: Iterable[Record]) -> Replayed:
     result = Replayed()
     decider = result.decider
     running = sha256()
-    owed: deque[tuple[int, Outgoing]] = deque()
+    owed: deque[tuple[int, Derived]] = deque()
     matched: dict[bytes, None] = {}
     for record in records:
         if not is_own(record.subject):
@@ -63,25 +61,24 @@ def replay(records: Iterable[Record]) -> Replayed:
             result.divergence = _differ(record, None, "it was recorded, and nothing follows from the inputs before it")
             break
         trigger, out = owed[0]
-        data = canonical(out.event)
-        if data != record.data or out.subject != record.subject:
+        if out.data != record.data or out.subject != record.subject:
             if record.data in matched:
                 continue
             result.divergence = _differ(record, (trigger, out), "what was recorded is not what follows from the inputs")
             break
         owed.popleft()
-        matched[data] = None
+        matched[record.data] = None
         if len(matched) > 4096:
             del matched[next(iter(matched))]
     result.digest = running.hexdigest()[:32]
     result.pending = len(owed)
-    result.unread = decider.unread
+    result.unread = list(decider.unread)
     return result
 
 
-def _differ(record: Record, derived: tuple[int, Outgoing] | None, why: str) -> Divergence:
+def _differ(record: Record, derived: tuple[int, Derived] | None, why: str) -> Divergence:
     trigger, out = derived if derived else (0, None)
-    text = f"{out.subject} {canonical(out.event).decode()}" if out else ""
+    text = f"{out.subject} {out.data.decode()}" if out else ""
     return Divergence(
         record.sequence, trigger, f"{record.subject} {record.data.decode('utf-8', 'backslashreplace')}", text, why
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from events.clock import NS
-from processors.fleet import Fleet, Incident, Job, Trouble
+from processors.state import Fleet, Incident, Job, Trouble
 
 
 @dataclass(frozen=True, slots=True)

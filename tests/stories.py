@@ -19,7 +19,17 @@ from events.clock import NS
 from events.decision import DeciderStarted, IntentIssued, TimerSet
 from events.ids import derived_id
 from events.incident import JobFinished, ProgressNoted, Signal, SignalCleared
-from events.job import ApprovalGiven, HoldPlaced, HoldReleased, JobDeclared, Place, PolicyAdopted, RestartRequested, StandbyAdded, StopRequested
+from events.job import (
+    ApprovalGiven,
+    HoldPlaced,
+    HoldReleased,
+    JobDeclared,
+    Place,
+    PolicyAdopted,
+    RestartRequested,
+    StandbyAdded,
+    StopRequested,
+)
 from events.ports import LEDGER, Record
 from events.registry import canonical, make
 from processors import policy as policies
@@ -51,7 +61,9 @@ class Story:
 
     def say(self, fact: Any, role: str, job: str, *, attempt: int = 0, time_ns: int | None = None) -> None:
         self._count += 1
-        event = make(fact, id=f"in-{self._count}", source=role, subject=job or "x", time=time_ns or self.now, job=job, attempt=attempt)
+        event = make(
+            fact, id=f"in-{self._count}", source=role, subject=job or "x", time=time_ns or self.now, job=job, attempt=attempt
+        )
         self.put(subjects.ledger(job or subjects.FLEET, role, fact.kind()), canonical(event))
 
     def put(self, subject: str, data: bytes) -> None:
@@ -66,7 +78,14 @@ class Story:
                 heapq.heappush(self.timers, (fact.at_ns, len(self.records), (where, canonical(event))))
             elif isinstance(fact, IntentIssued) and self.answers:
                 outcome = OutcomeRecorded(key=fact.key, incident=fact.incident, job=fact.job, verb=fact.verb, result="done")
-                event = make(outcome, id=derived_id("actuator", fact.job, fact.key, "outcome", 0), source="actuator", subject=fact.job, time=self.now, job=fact.job)
+                event = make(
+                    outcome,
+                    id=derived_id("actuator", fact.job, fact.key, "outcome", 0),
+                    source="actuator",
+                    subject=fact.job,
+                    time=self.now,
+                    job=fact.job,
+                )
                 where = subjects.ledger(fact.job, "actuator", "outcome_recorded")
                 heapq.heappush(self.timers, (self.now + NS // 10, len(self.records), (where, canonical(event))))
 
@@ -83,7 +102,18 @@ class Story:
         """A decision as the story shows it: the kind, and what a reader needs."""
         shown = []
         for key, value in fact.model_dump(mode="json", exclude_defaults=True).items():
-            if key in ("trigger", "ledger_digest", "policy_digest", "catalogue_digest", "code_version", "epoch", "job", "signal", "text", "world_size"):
+            if key in (
+                "trigger",
+                "ledger_digest",
+                "policy_digest",
+                "catalogue_digest",
+                "code_version",
+                "epoch",
+                "job",
+                "signal",
+                "text",
+                "world_size",
+            ):
                 continue
             if key in ("incident", "decision", "timer", "key"):
                 value = self.names.setdefault(value, f"{key}-{sum(n.startswith(key) for n in self.names.values()) + 1}")
@@ -123,7 +153,13 @@ class Story:
     def _job(self, plain: list[str], options: dict[str, str]) -> None:
         cut = plain.index("standbys") if "standbys" in plain else len(plain)
         nodes, standbys = plain[2:cut], plain[cut + 1 :]
-        declared = JobDeclared(job=plain[0], nodes=tuple(map(place, nodes)), standbys=tuple(map(place, standbys)), dp=len(nodes), command=("train",))
+        declared = JobDeclared(
+            job=plain[0],
+            nodes=tuple(map(place, nodes)),
+            standbys=tuple(map(place, standbys)),
+            dp=len(nodes),
+            command=("train",),
+        )
         self.say(declared, "operator", plain[0])
 
     def _signal(self, plain: list[str], options: dict[str, str]) -> None:
@@ -140,21 +176,36 @@ class Story:
         self.say(fact, "detector", options.get("job", ""), attempt=int(options.get("attempt", 0)))
 
     def _progress(self, plain: list[str], options: dict[str, str]) -> None:
-        fact = ProgressNoted(step=int(options["step"]), first="first" in plain, restored_step=int(options.get("restored", -1)), seen_ns=self.now)
+        fact = ProgressNoted(
+            step=int(options["step"]), first="first" in plain, restored_step=int(options.get("restored", -1)), seen_ns=self.now
+        )
         self.say(fact, "detector", plain[0], attempt=int(options["attempt"]))
 
     def _finished(self, plain: list[str], options: dict[str, str]) -> None:
-        self.say(JobFinished(step=int(options.get("step", -1)), seen_ns=self.now), "detector", plain[0], attempt=int(options["attempt"]))
+        self.say(
+            JobFinished(step=int(options.get("step", -1)), seen_ns=self.now),
+            "detector",
+            plain[0],
+            attempt=int(options["attempt"]),
+        )
 
     def _hold(self, plain: list[str], options: dict[str, str]) -> None:
         expires = self.now + int(float(options["for"]) * NS) if "for" in options else 0
-        self.say(HoldPlaced(job=plain[0] if plain else "", reason="r", author="a", expires_ns=expires), "operator", plain[0] if plain else "")
+        self.say(
+            HoldPlaced(job=plain[0] if plain else "", reason="r", author="a", expires_ns=expires),
+            "operator",
+            plain[0] if plain else "",
+        )
 
     def _release(self, plain: list[str], options: dict[str, str]) -> None:
         self.say(HoldReleased(job=plain[0] if plain else "", reason="r", author="a"), "operator", plain[0] if plain else "")
 
     def _restart(self, plain: list[str], options: dict[str, str]) -> None:
-        self.say(RestartRequested(job=plain[0], reason="r", author="a", symptom=options.get("symptom", "operator_restart")), "operator", plain[0])
+        self.say(
+            RestartRequested(job=plain[0], reason="r", author="a", symptom=options.get("symptom", "operator_restart")),
+            "operator",
+            plain[0],
+        )
 
     def _stop(self, plain: list[str], options: dict[str, str]) -> None:
         self.say(StopRequested(job=plain[0], reason="r", author="a"), "operator", plain[0])
@@ -164,14 +215,24 @@ class Story:
 
     def _approve(self, plain: list[str], options: dict[str, str]) -> None:
         decision = next(key for key, name in self.names.items() if name == plain[1])
-        self.say(ApprovalGiven(decision=decision, job=plain[0], granted="no" not in plain, reason="r", author="a"), "operator", plain[0])
+        self.say(
+            ApprovalGiven(decision=decision, job=plain[0], granted="no" not in plain, reason="r", author="a"),
+            "operator",
+            plain[0],
+        )
 
     def _actuators(self, plain: list[str], options: dict[str, str]) -> None:
         self.answers = plain[0] != "silent"
 
     def _outcome(self, plain: list[str], options: dict[str, str]) -> None:
         key = next(key for key, name in self.names.items() if name == plain[1])
-        self.say(OutcomeRecorded(key=key, job=plain[0], verb=options["verb"], result=options["result"], detail=options.get("detail", "")), "actuator", plain[0])
+        self.say(
+            OutcomeRecorded(
+                key=key, job=plain[0], verb=options["verb"], result=options["result"], detail=options.get("detail", "")
+            ),
+            "actuator",
+            plain[0],
+        )
 
 
 def place(text: str) -> Place:

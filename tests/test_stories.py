@@ -33,7 +33,9 @@ def test_story(path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--rewrite"):
         path.write_text(told)
         return
-    assert told == text, "\n" + "\n".join(difflib.unified_diff(text.splitlines(), told.splitlines(), "as written", "as decided", lineterm=""))
+    assert told == text, "\n" + "\n".join(
+        difflib.unified_diff(text.splitlines(), told.splitlines(), "as written", "as decided", lineterm="")
+    )
     result = replay(story.records)
     assert result.identical and result.pending == 0, result.divergence
 

@@ -1,0 +1,171 @@
+"""What the decider knows: jobs, their incidents and recoveries, holds, evictions. Frozen values; processors.fleet (inputs) and
+processors.decided (its own decisions) say how they change. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from events.decision import Rung
+from events.job import JobDeclared, Place
+from processors.policy import Policy
+
+#: High-confidence symptoms that name a machine (ByteRobust section 4.1: skip the diagnostics).
+NAMING = frozenset({"gpu_unavailable", "os_kernel_panic", "disk_fault"})
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A node in trouble: what it was, when it was seen, when the decider learnt of it."""
+
+    symptom: str
+    seen_ns: int
+    learnt_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A run of trouble on one job. `named`: nodes that high-confidence evidence names. `crash`, `stall`: unanswered ones.
+    `root`: the crash's first failing rank is known, it is not all echoes. `crashed`: there was one at any time. `hung`: the
+    present attempt made no progress, and was not seen to move since."""
+
+    id: str
+    epoch: int
+    symptom: str
+    opened_ns: int
+    first_evidence_ns: int
+    attempt: int
+    step: int = -1
+    named: Mapping[str, Trouble] = field(default_factory=dict)
+    answered: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    crash: bool = False
+    crashed: bool = False
+    root: bool = False
+    stall: bool = False
+    hung: bool = False
+    last_evidence_ns: int = 0
+    #: purpose -> timer that was set last for it; the purposes whose timer has fired; and how many were set.
+    timers: Mapping[str, str] = field(default_factory=dict)
+    due: frozenset[str] = frozenset()
+    timers_set: int = 0
+    #: What the culprit window waits for: '' (not set), root or echo.
+    window: str = ""
+    reattempts: int = 0
+    recoveries: int = 0
+    decided_ns: int = 0
+    rung: Rung = "none"
+    #: The symptom that the remedy answered, where it is a finer one than what opened the incident.
+    cause: str = ""
+    nodes_out: tuple[str, ...] = ()
+    #: '' (open), 'held', 'no_standby' or 'handed_over': why nothing more is decided for now.
+    blocked: str = ""
+
+    def waits_for(self, purpose: str) -> bool:
+        """Whether a timer for it is set and has not fired."""
+        return purpose in self.timers and purpose not in self.due
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a decision set in motion. `stage`: awaiting (an approval), held (a planned one, under a hold), decided, stopping,
+    starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome yet."""
+
+    decision: str
+    incident: str
+    epoch: int
+    rung: Rung
+    stage: str
+    nodes: tuple[str, ...] = ()
+    standbys: tuple[str, ...] = ()
+    pending: Mapping[str, str] = field(default_factory=dict)
+    failed: str = ""
+    stop_only: bool = False
+    graceful: bool = False
+    deadline: str = ""
+    overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run. `places`: its machines in rank order; `standbys`: spares, in order. `wanted`: running, stopped or finished.
+    `request`: what a person asked for and is not decided yet."""
+
+    declared: JobDeclared
+    places: tuple[Place, ...]
+    standbys: tuple[Place, ...]
+    attempt: int = 0
+    ended: bool = True
+    epoch: int = 0
+    ordinal: int = 0
+    wanted: str = "running"
+    request: str = "declared"
+    incident: Incident | None = None
+    plan: Plan | None = None
+    #: node -> when its eviction was decided; of those, the ones whose eviction came to pass; and intents still open, key -> node.
+    evicted: Mapping[str, int] = field(default_factory=dict)
+    out: frozenset[str] = frozenset()
+    evicting: Mapping[str, str] = field(default_factory=dict)
+    #: Standbys that are not to be used, and why.
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    #: Nodes that are not heard, also after their incident closed.
+    silent: Mapping[str, Trouble] = field(default_factory=dict)
+    confirmed: int = 0
+    last_progress_ns: int = 0
+    last_step: int = -1
+    #: The step that the current attempt was restored at.
+    last_restored: int = -1
+    #: Places by node.
+    index: Mapping[str, Place] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.declared.job
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is open and nothing is asked for: no rule has anything to say."""
+        return self.incident is None and self.plan is None and not self.request and (self.wanted != "finished" or self.ended)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Machines in the places that were evicted and not yet replaced: no attempt starts on them."""
+        return tuple(place.node for place in self.places if place.node in self.evicted) if self.evicted else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    at_ns: int
+    job: str
+    node: str
+    rack: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything. `now_ns`: the greatest broker time seen."""
+
+    now_ns: int = 0
+    code_version: str = ""
+    policy: Policy = field(default_factory=Policy)
+    policy_digest: str = "default"
+    catalogue_digest: str = ""
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    holds: Mapping[str, int] = field(default_factory=dict)
+    evictions: tuple[Eviction, ...] = ()
+    bad_serials: Mapping[str, str] = field(default_factory=dict)
+    #: node -> job, of every place and standby declared.
+    owners: Mapping[str, str] = field(default_factory=dict)
+
+    def held(self, job: str) -> bool:
+        """Whether a hold on the job or the fleet stands now."""
+        return any(key in self.holds and (self.holds[key] == 0 or self.now_ns < self.holds[key]) for key in ("", job))
+
+    def put(self, job: Job) -> Fleet:
+        return replace(self, jobs={**self.jobs, job.name: job})
+
+
+def with_incident(job: Job, **changes: Any) -> Job:
+    """The job with its incident changed, if it has one."""
+    return replace(job, incident=replace(job.incident, **changes)) if job.incident else job
