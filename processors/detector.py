@@ -176,7 +176,7 @@ class PartitionFold(Generic[S]):
         elif isinstance(event.data, Tick):
             self.clock = ticked(before, record)
             seen = Seen(record.sequence, record.time_ns, record.time_ns, "", "", event, f"tick-{record.sequence}")
-            if before.last_tick_ns and self.clock.heard_from_ns != before.heard_from_ns:
+            if self.keys and before.last_tick_ns and self.clock.heard_from_ns != before.heard_from_ns:
                 out.append(self._stood_still(before, seen))
             for key in sorted(self.keys):
                 self._one(key, seen, out)
@@ -185,11 +185,10 @@ class PartitionFold(Generic[S]):
         return out, None
 
     def _stood_still(self, before: PartitionClock, seen: Seen) -> Outgoing:
-        """A gap in the ticks, noted. All partitions of a stream derive the same event, so the ledger has it once."""
-        gap_s = (self.clock.last_tick_ns - before.last_tick_ns) / NS
-        fact = EvidenceMissing(
-            producer="clock", reason="ticks", detail=f"no tick for {gap_s:.1f} s: absence is not judged for a while"
-        )
+        """A gap in the ticks, noted. All partitions of a stream that have keys derive the same event: the ledger has it once."""
+        gap_s = max(0, seen.time_ns - before.last_tick_ns) // NS
+        text = f"no tick for {gap_s} s: absence is not judged for a while"
+        fact = EvidenceMissing(producer="clock", reason="ticks", detail=text)
         return _outgoing(self.detector.name, "clock", seen, Claim("", 0, fact), -1)
 
     def _one(self, key: str, seen: Seen, out: list[Outgoing]) -> None:

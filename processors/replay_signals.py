@@ -43,6 +43,7 @@ def replay_signals(detector: Detector[Any], telemetry: Iterable[Record], ledger:
     result = ClaimsReplayed()
     folds: dict[str, PartitionFold[Any]] = {}
     waiting: list[Record] = []
+    seen: set[str] = set()
     for record in telemetry:
         parts = record.subject.split(".", 2)
         if parts[0] == "clock":
@@ -57,6 +58,9 @@ def replay_signals(detector: Detector[Any], telemetry: Iterable[Record], ledger:
             out, bad = fold.feed(record)
             result.refused += bad is not None
             for one in out:
+                if one.event.id in seen:  # several partitions may derive the same (a gap in the ticks)
+                    continue
+                seen.add(one.event.id)
                 result.derived.setdefault((detector.name, one.event.subject), []).append(canonical(one.event))
     recorded = _recorded(detector.name, ledger)
     for key in sorted({*recorded, *result.derived}):

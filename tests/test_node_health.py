@@ -70,7 +70,7 @@ def test_a_gap_in_the_ticks_suspends_absence_and_is_noted() -> None:
         story.tick(second + 0.5)
     alive(story, 328, 340, "n1", "n2")
     (noted,) = claims(story)
-    assert isinstance(noted, EvidenceMissing) and noted.reason == "ticks" and "no tick for 301.0 s" in noted.detail
+    assert isinstance(noted, EvidenceMissing) and noted.reason == "ticks" and "no tick for 301 s" in noted.detail
 
 
 def test_a_node_that_stays_silent_after_the_gap_is_found() -> None:
