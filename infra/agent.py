@@ -29,7 +29,10 @@ from events.envelope import NAME_MAX, TEXT_MAX
 from events.hardware import EvidenceGap
 from events.presence import AgentState
 from events.training import RankStarted
-from infra import clock
+from infra import (
+    clock,
+    lean_nats,  # noqa: F401  before whatever imports nats
+)
 from infra.agent_bus import AgentBus, Commands
 from infra.hook_folder import NoHook, hook_folder
 from infra.keys import KeyProblem, connect_options, public_key_of

@@ -24,8 +24,9 @@ from producers.observe import Desk
 from producers.trainer_lines import LINE_BYTES_MAX, BadLine, Hello, Progress, parse
 
 PRODUCER = "trainer"
-#: What the kernel's address of a Unix socket holds.
+#: What the kernel's address of a Unix socket holds. A longer path is reached through its folder's descriptor, as the hook does.
 PATH_BYTES_MAX = 107
+NAME_BYTES_MAX = 80
 #: A process that connects before its start is known here is waited for.
 KNOWN_S_MAX = 2.0
 #: A connection says hello within this.
@@ -40,7 +41,8 @@ class BadSocketPath(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """`any_process`: also processes that the agent has not started may report progress, for scripts under another launcher."""
+    """`any_process`: also processes that the agent has not started may report progress, for scripts under another launcher; while
+    no job of the agent's own runs, their job and attempt are what they say."""
 
     any_process: bool = False
     connections_max: int = 256
@@ -51,10 +53,10 @@ class TrainerSettings:
 
 def check_path(path: Path) -> None:
     """Raises BadSocketPath."""
-    length = len(os.fsencode(path))
-    if length > PATH_BYTES_MAX:
+    length = len(os.fsencode(path.name))
+    if length > NAME_BYTES_MAX:
         raise BadSocketPath(
-            f"the socket's path {path} has {length} bytes and a Unix socket allows {PATH_BYTES_MAX}; give a shorter one"
+            f"the socket's name {path.name!r} has {length} bytes and there is room for {NAME_BYTES_MAX}; give a shorter one"
         )
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -162,24 +164,27 @@ class TrainerSocket:
         until_s = loop.time() + KNOWN_S_MAX
         while True:
             job, attempt = self._current()
-            ranks = {process.rank: process for process in self._ranks()}
-            if job:
-                if self.settings.any_process:
-                    why = ""
-                elif hello.rank not in ranks:
-                    why = "a rank that does not run here"
-                elif not _descends(pid, ranks[hello.rank].pid):
-                    why = "a process that is not the rank's"
-                else:
-                    why = ""
-                if not why and (hello.job, hello.attempt) == (job, attempt):
-                    return job, attempt
-                why = why or "a job or attempt that is not the one running here"
-            else:
-                why = "no job runs here"
+            if self.settings.any_process and not job and hello.job and hello.attempt:
+                return hello.job, hello.attempt  # another launcher's: nobody here knows better
+            why = self._objection(hello, pid, job, attempt)
+            if not why:
+                return job, attempt
             if loop.time() > until_s:
                 raise _Refuse(why)
             await asyncio.sleep(0.1)
+
+    def _objection(self, hello: Hello, pid: int, job: str, attempt: int) -> str:
+        """Why this process may not speak for what it says, '' if it may."""
+        if not job:
+            return "no job runs here"
+        if (hello.job, hello.attempt) != (job, attempt):
+            return "a job or attempt that is not the one running here"
+        if self.settings.any_process:
+            return ""
+        rank = next((process for process in self._ranks() if process.rank == hello.rank), None)
+        if rank is None:
+            return "a rank that does not run here"
+        return "" if _descends(pid, rank.pid) else "a process that is not the rank's"
 
     def _turn_away(self, reason: str) -> None:
         self.refused[reason[:200]] += 1
@@ -213,14 +218,17 @@ def _listen(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)  # a former agent's; the lock on the state folder says that none is alive
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    short = len(os.fsencode(path)) <= PATH_BYTES_MAX
     mask = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        listener.bind(str(path) if short else f"/proc/self/fd/{folder}/{path.name}")
     except OSError:
         listener.close()
         raise
     finally:
         os.umask(mask)
+        os.close(folder)
     listener.listen(128)
     return listener
 

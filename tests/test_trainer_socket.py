@@ -279,13 +279,16 @@ async def test_only_a_ranks_own_processes_are_heard(tmp_path: Path, mine: bool, 
     assert len(kept.progress()) == int(mine)
 
 
-async def test_any_process_may_speak_where_that_is_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("current", [("gpt", 2), ("", 0)])
+async def test_any_process_may_speak_where_that_is_set(tmp_path: Path, current: tuple[str, int]) -> None:
+    """Under another launcher no job of the agent's runs: then the job is what the process says it is."""
     kept = Kept()
-    async with serving(tmp_path / "s", kept, lambda: (), any_process=True):
+    async with serving(tmp_path / "s", kept, lambda: (), lambda: current, any_process=True):
         hook = await Hook.connect(tmp_path / "s")
         hook.say(progress(41))
         await until(lambda: len(kept.progress()) == 1)
         hook.writer.close()
+    assert {(e.job, e.attempt) for e in kept.progress()} == {("gpt", 2)}
 
 
 async def test_a_process_that_is_known_a_moment_later_is_waited_for(tmp_path: Path) -> None:
@@ -377,9 +380,22 @@ async def test_what_a_killed_agent_left_is_replaced(tmp_path: Path) -> None:
 
 
 def test_paths_where_no_socket_can_be(tmp_path: Path) -> None:
-    with pytest.raises(BadSocketPath, match=r"107.*give a shorter one"):
-        trainer.check_path(Path("/" + "é" * 60))
+    with pytest.raises(BadSocketPath, match=r"82 bytes.*give a shorter one"):
+        trainer.check_path(Path("/" + "é" * 41))
     (tmp_path / "file").write_text("precious")
     with pytest.raises(BadSocketPath, match="is no socket"):
         trainer.check_path(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
+
+
+async def test_a_folder_deeper_than_a_sockets_address(tmp_path: Path) -> None:
+    """The hook reaches it the same way."""
+    from keepstep._sender import connect
+
+    path, kept = tmp_path / ("deep" * 20) / ("deeper" * 10) / "trainer.sock", Kept()
+    async with serving(path, kept):
+        assert len(str(path)) > trainer.PATH_BYTES_MAX
+        await asyncio.sleep(0.05)
+        with connect(str(path)) as stream:
+            stream.send(json.dumps(HELLO).encode() + b"\n" + json.dumps(progress(41)).encode() + b"\n")
+            await until(lambda: len(kept.progress()) == 1)
