@@ -89,7 +89,7 @@ async def connect(
     async def problem(error: Exception) -> None:
         client.problems[type(error).__name__] += 1
         client.last_problem = str(error)[:300]
-        if isinstance(error, AuthorizationError):
+        if isinstance(error, AuthorizationError) or "authorization violation" in client.last_problem.lower():
             refused.set()
 
     async def lost() -> None:

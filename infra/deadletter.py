@@ -40,6 +40,7 @@ class DeadLetters:
     def __init__(self, publish: Publish, *, per_minute: int = KEPT_PER_MINUTE) -> None:
         self._publish, self._per_minute = publish, per_minute
         self._tallies: dict[tuple[str, str], _Tally] = {}
+        self._minute = 0
         self.refused = self.lost = 0
 
     async def refuse(
@@ -70,6 +71,9 @@ class DeadLetters:
     async def advance(self, time_ns: int) -> None:
         """Broker time went on: minutes that are over get their count. Call it with ticks, so that no count waits."""
         minute = time_ns // _MINUTE_NS
+        if minute <= self._minute:
+            return
+        self._minute = minute
         over = [key for key, tally in self._tallies.items() if tally.minute < minute]
         for key in over:
             tally = self._tallies.pop(key)

@@ -86,6 +86,7 @@ class EmbeddedServer:
         binary = find_binary(self._binary)
         check_version(binary)
         self._make_folders()
+        self._unlock()  # held still if the server before this one crashed
         self._lock = _lock_store(self.store)
         try:
             self._start_on_a_port(binary)

@@ -146,7 +146,7 @@ def bucket(name: str, *, ttl_ns: int = 0, history: int = 1, max_bytes: int = -1)
     return config
 
 
-def changelog(which: str, bytes_max: int = Limits.changelog_bytes, replicas: int = 1) -> dict[str, Any]:
+def changelog(which: str, bytes_max: int = Limits().changelog_bytes, replicas: int = 1) -> dict[str, Any]:
     """A Faust table's changelog: the last message of each partition and key. When it is full it refuses, rather than forget a key."""
     config: dict[str, Any] = {
         "name": f"{CHANGELOG_PREFIX}{which}",
@@ -223,12 +223,18 @@ async def _start_ticks(nc: Client) -> None:
     found = await api(nc, f"STREAM.MSG.GET.{CLOCK}", {"last_by_subj": TICK_SCHEDULE})
     if "error" not in found:
         return
-    headers = {"Nats-Schedule": "@every 1s", "Nats-Schedule-Target": TICK_SECOND}
+    headers = {
+        "Nats-Schedule": "@every 1s",
+        "Nats-Schedule-Target": TICK_SECOND,
+        "Nats-Expected-Last-Subject-Sequence": "0",
+    }
     try:
         reply = await nc.request(TICK_SCHEDULE, TICK_BODY, timeout=5, headers=headers)
     except NatsError as error:
         raise LogUnavailable(f"the bus did not take the tick's schedule: {_why(error)}") from error
-    _raise_for(json.loads(reply.data), "the tick's schedule was refused")
+    answer = json.loads(reply.data)
+    if _code(answer) != _STALE:  # else someone else started it between the two
+        _raise_for(answer, "the tick's schedule was refused")
 
 
 async def check_server(nc: Client) -> None:
@@ -243,7 +249,7 @@ async def check_server(nc: Client) -> None:
     _raise_for(answer, f"the server at {_where(nc)} has no JetStream for this user")
 
 
-_NO_STREAM, _NAME_IN_USE = 10059, 10058
+_NO_STREAM, _NAME_IN_USE, _STALE = 10059, 10058, 10071
 
 
 async def api(nc: Client, call: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
