@@ -143,11 +143,14 @@ def test_what_describe_may_say() -> None:
     assert shown(b"a\n b", b"") == "a b"
 
 
-# The example for Slurm. Its scontrol is the recorded words of a real one (slurm 22.05), since no controller runs here.
+# The example for Slurm: over a scontrol that repeats what a real one (22.05.8) printed, and over a real one where there is one.
 
 RECORD = (
-    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 State={state} ThreadsPerCore=1 Weight=1 "
-    "BootTime=2026-01-01T00:00:00 {reason}"
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=0 CPUEfctv=1 CPUTot=1 CPULoad=13.91 AvailableFeatures=(null) "
+    "ActiveFeatures=(null) Gres=(null) NodeAddr=127.0.0.1 NodeHostName=vm Port=17001 Version=22.05.8 OS=Linux 6.18.44 #1 SMP "
+    "RealMemory=1 AllocMem=0 FreeMem=19091 Sockets=1 Boards=1 State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A "
+    "MCS_label=N/A Partitions=all  BootTime=2026-11-29T22:58:39 CfgTRES=cpu=1,mem=1M,billing=1 AllocTRES= CapWatts=n/a "
+    "CurrentWatts=0 AveWatts=0 ExtSensorsJoules=n/s ExtSensorsWatts=0 ExtSensorsTemp=n/s {reason}"
 )
 
 
@@ -186,6 +189,7 @@ OURS = ["update", "NodeName=n1", "State=DRAIN", "Reason=keepstep: i-7 evicted fr
         ("wake_standby", "IDLE+DRAIN", "keepstep: i-3 evicted from gpt", 1, []),
         ("wake_standby", "IDLE+DRAIN", "bad fan", 1, []),
         ("wake_standby", "DOWN*", "keepstep: standby of gpt", 1, []),
+        ("wake_standby", "IDLE+DRAIN+NOT_RESPONDING", "keepstep: standby of gpt", 75, []),
         ("reboot", "IDLE", "", 1, []),
     ],
 )
@@ -209,6 +213,30 @@ def test_slurms_page_goes_to_the_sites_pager_whole(tmp_path: Path) -> None:
     told = {"verb": "notify", "text": 'quoted "x"\n$(id)'}
     assert slurm(tmp_path, "notify", told)[0] == 0
     assert json.loads((tmp_path / "page").read_text()) == told
+
+
+def _real_slurm() -> bool:
+    return shutil.which("scontrol") is not None and subprocess.run(["scontrol", "ping"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _real_slurm(), reason="no Slurm answers here")
+def test_a_real_slurm_drains_for_us_and_keeps_what_is_somebody_elses() -> None:
+    def control(*words: str) -> str:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
+
+    def act(verb: str) -> int:
+        return subprocess.run([str(SLURM), verb], input=json.dumps(TOLD), capture_output=True, text=True, timeout=20).returncode
+
+    try:
+        assert act("evict_node") == 0 and act("evict_node") == 0
+        assert "Reason=keepstep: i-7 evicted from gpt [" in control("--oneliner", "show", "node", "n1")
+        assert act("wake_standby") == 1
+        control("update", "NodeName=n1", "State=RESUME")
+        control("update", "NodeName=n1", "State=DRAIN", "Reason=bad fan")
+        assert act("evict_node") == 0 and act("wake_standby") in (1, 75)
+        assert "Reason=bad fan [" in control("--oneliner", "show", "node", "n1")
+    finally:
+        control("update", "NodeName=n1", "State=RESUME")
 
 
 async def test_the_slurm_script_describes_itself(tmp_path: Path) -> None:
