@@ -210,6 +210,7 @@ def run_sql(con: duckdb.DuckDBPyConnection, sql: str, *, seconds_max: float = QU
         raise CensusError(_sentence(error)) from None
     finally:
         stop.cancel()
+        stop.join()  # a thread that still holds the connection when Python ends would abort the process
     return Answer(columns, tuple(rows[:rows_max]), cut=len(rows) > rows_max)
 
 

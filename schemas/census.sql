@@ -160,15 +160,20 @@ SELECT coalesce(mechanism, 'none') AS mechanism, category, symptom, count(*) AS 
        count(*) / sum(count(*)) OVER () AS share, sum(steps_lost)::BIGINT AS steps_lost
 FROM incidents GROUP BY ALL ORDER BY incidents DESC, mechanism, symptom;
 
--- For each symptom, and for all together (symptom NULL).
+-- How long it took, for each symptom and for `all` together: to detect, to decide, to recover, and to be back at work (the whole).
+-- `incidents`: those that have such a time.
 CREATE VIEW resolution_times AS
-SELECT symptom, count(*) AS incidents,
-       quantile_cont(detect_s, 0.5) AS detect_s_median, quantile_cont(detect_s, 0.99) AS detect_s_p99, max(detect_s) AS detect_s_max,
-       quantile_cont(decide_s, 0.5) AS decide_s_median, quantile_cont(decide_s, 0.99) AS decide_s_p99, max(decide_s) AS decide_s_max,
-       quantile_cont(recover_s, 0.5) AS recover_s_median, quantile_cont(recover_s, 0.99) AS recover_s_p99,
-       max(recover_s) AS recover_s_max,
-       quantile_cont(back_s, 0.5) AS back_s_median, quantile_cont(back_s, 0.99) AS back_s_p99, max(back_s) AS back_s_max
-FROM incidents GROUP BY GROUPING SETS ((symptom), ()) HAVING count(*) > 0 ORDER BY symptom NULLS FIRST;
+WITH times AS (
+    SELECT symptom, unnest([
+        {'place': 1, 'time': 'detect', 'seconds': detect_s}, {'place': 2, 'time': 'decide', 'seconds': decide_s},
+        {'place': 3, 'time': 'recover', 'seconds': recover_s}, {'place': 4, 'time': 'back', 'seconds': back_s}
+    ], recursive := true)
+    FROM incidents
+)
+SELECT coalesce(symptom, 'all') AS symptom, time, count(seconds) AS incidents, quantile_cont(seconds, 0.5) AS median_s,
+       quantile_cont(seconds, 0.99) AS p99_s, max(seconds) AS max_s
+FROM times GROUP BY GROUPING SETS ((symptom, place, time), (place, time)) HAVING count(seconds) > 0
+ORDER BY grouping(symptom) DESC, symptom, place;
 
 CREATE VIEW wall_time AS
 SELECT job, bin, seconds, seconds / nullif(sum(seconds) OVER (PARTITION BY job), 0) AS share

@@ -86,13 +86,13 @@ def test_counts_shares_mechanisms_and_resolution_times() -> None:
     assert [list(row.values()) for row in mechanisms] == [
         ["evict", "gpu_unavailable", 1, 5], ["none", "job_hang", 1, None], ["reattempt", "rank_exit", 1, 5],
     ]  # fmt: skip
-    every = rows(con, "SELECT * FROM resolution_times WHERE symptom IS NULL")[0]
-    assert every["incidents"] == 3
-    assert (every["detect_s_median"], every["detect_s_max"]) == (1.0, 1.0)
-    assert (every["back_s_median"], every["back_s_max"]) == (7.5, 10.0)
-    assert every["back_s_p99"] == pytest.approx(9.95)
-    hang = rows(con, "SELECT * FROM resolution_times WHERE symptom = 'job_hang'")[0]
-    assert hang["back_s_median"] is None, "what is not over has no time"
+    every = {row["time"]: row for row in rows(con, "SELECT * FROM resolution_times WHERE symptom = 'all'")}
+    assert list(every) == ["detect", "decide", "recover", "back"]
+    assert every["detect"] == {"symptom": "all", "time": "detect", "incidents": 3, "median_s": 1.0, "p99_s": 1.0, "max_s": 1.0}
+    assert (every["back"]["incidents"], every["back"]["median_s"], every["back"]["max_s"]) == (2, 7.5, 10.0)
+    assert every["back"]["p99_s"] == pytest.approx(9.95)
+    hang = rows(con, "SELECT time FROM resolution_times WHERE symptom = 'job_hang'")
+    assert hang == [{"time": "detect"}], "what is not over has no time"
 
 
 def test_planned_restarts_are_manual_and_a_stop_with_its_restart_is_one() -> None:
