@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class BusClient(Client):
 
 
 async def connect(
-    url: str,
+    url: str | Sequence[str],
     options: Mapping[str, Any] | None = None,
     *,
     name: str = "keepstep",
@@ -82,7 +82,10 @@ async def connect(
     wait_s: float = 10.0,
     reconnect_wait_s: float = 0.25,
 ) -> BusClient:
-    """Connects within `wait_s` or raises LogUnavailable. `options`: an identity's (`EmbeddedServer.role_options`, `Key`, …)."""
+    """Connects within `wait_s` or raises LogUnavailable. `url`: one, or those of a cluster's servers; `options`: an identity's
+    (`EmbeddedServer.role_options`, `Key`, …)."""
+    servers = [part for part in url.split(",") if part] if isinstance(url, str) else list(url)
+    where = ", ".join(servers)
     client = BusClient()
     refused = asyncio.Event()
 
@@ -102,7 +105,7 @@ async def connect(
 
     attempt = asyncio.ensure_future(
         client.connect(
-            url,
+            servers,
             name=name,
             error_cb=problem,
             disconnected_cb=lost,
@@ -131,9 +134,9 @@ async def connect(
             attempt.cancel()
     await _abandon(client)
     if refused.is_set() or isinstance(error, AuthorizationError):
-        raise LogUnavailable(f"the bus at {url} refused this key; use the one that the server was given (`keepstep keys`)")
+        raise LogUnavailable(f"the bus at {where} refused this key; use the one that the server was given (`keepstep keys`)")
     why = str(error or "") or client.last_problem or "no answer"
-    raise LogUnavailable(f"the bus at {url} is out of reach ({why}); start it with `keepstep up`, or give its URL")
+    raise LogUnavailable(f"the bus at {where} is out of reach ({why}); start it with `keepstep up`, or give its URL")
 
 
 async def connect_to_store(store: Path, user: str, **more: Any) -> BusClient:
