@@ -27,7 +27,8 @@ from processors.policy import BadPolicy
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
 
-console = Console(highlight=False, soft_wrap=False)
+#: A file or pipe has no width to fit into: tables stay whole there.
+console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 180)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 T = TypeVar("T")
