@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from events import clock, registry
@@ -21,6 +21,12 @@ from events.job import JobDeclared, Place
 from events.presence import Heartbeat, RankProcess
 from events.registry import BY_TYPE, Malformed, canonical, make, parse
 from events.training import RankExit, StepSample, TrainingProgress
+
+
+def examples(most: int) -> settings:
+    """So many examples, however slow the machine is just now."""
+    return settings(max_examples=most, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 
 TEXT = st.text(max_size=40)
 NAME = st.text(min_size=1, max_size=40)
@@ -96,7 +102,7 @@ def progress(loss: float | None) -> AnyEvent:
     return make(fact, id="a", source="node/n1/trainer", subject="n1", time=1_500_000_000, job="gpt", attempt=2)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(EVENTS)
 def test_bytes_and_back_are_the_identity(event: AnyEvent) -> None:
     raw = canonical(event)
@@ -107,7 +113,7 @@ def test_bytes_and_back_are_the_identity(event: AnyEvent) -> None:
         assert again == event
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(EVENTS)
 def test_canonical_bytes_are_sorted_utf8_without_blanks(event: AnyEvent) -> None:
     raw = canonical(event)
@@ -208,7 +214,7 @@ def test_what_is_no_event_is_refused_in_one_sentence(raw: bytes) -> None:
     assert 0 < len(told) < 700 and "\n" not in told.strip() and "Traceback" not in told
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.binary(max_size=200))
 @example(NAN_LOSS)
 def test_any_bytes_are_an_event_or_malformed(raw: bytes) -> None:
@@ -218,7 +224,7 @@ def test_any_bytes_are_an_event_or_malformed(raw: bytes) -> None:
         pass
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(0, len(NAN_LOSS) - 1), st.binary(max_size=3))
 def test_an_event_with_damage_anywhere_is_an_event_or_malformed(at: int, damage: bytes) -> None:
     try:
@@ -240,7 +246,7 @@ def test_derived_ids_are_pinned() -> None:
     assert derived_id("Ω", "", "", "", -1) == derived_id("Ω", "", "", "", -1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT, TEXT, st.integers(0, 9)), min_size=2, max_size=8, unique=True))
 def test_different_derivations_have_different_ids(parts: list[tuple[str, str, str, str, int]]) -> None:
     plain = [p for p in parts if not any("\x1f" in text for text in p[:4])]
@@ -249,7 +255,7 @@ def test_different_derivations_have_different_ids(parts: list[tuple[str, str, st
     assert all(len(id_) == 26 and id_.isascii() and id_.isalnum() for id_ in ids)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 2**47), min_size=2, max_size=20), st.binary(min_size=10, max_size=10))
 def test_random_ids_sort_by_their_milliseconds(times_ms: list[int], entropy: bytes) -> None:
     ids = {ms: random_id(ms * 1_000_000 + 999_999, entropy) for ms in times_ms}
@@ -262,7 +268,7 @@ def test_random_ids_need_ten_bytes() -> None:
         random_id(1, b"short")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 253402300799 * clock.NS + 999_999_999))
 @example(0)
 @example(253402300799 * clock.NS + 999_999_999)
