@@ -64,6 +64,7 @@ class FileFollower:
 
     def __init__(self, path: Path, cursor: Cursor | None, *, first: bool) -> None:
         self.path = path
+        self._name = str(path)
         #: More is ready than one poll reads.
         self.more = False
         self._resume = cursor
@@ -95,8 +96,11 @@ class FileFollower:
         """What came since the last call, at most a megabyte. Raises OSError if the file is there and can't be read."""
         out: list[RawLine | Hole] = []
         self.more = False
-        if self._descriptor < 0 and not self._open(out):
-            return out
+        if self._descriptor < 0:
+            if not self._open(out):
+                return out
+        elif not self._partial and self._unchanged():
+            return out  # what nearly every poll finds
         budget = POLL_BYTES_MAX
         for _ in range(4):  # the file, what took its place, and what took that one's
             budget = self._read(out, now_ns, budget)
@@ -196,6 +200,13 @@ class FileFollower:
 
     def _size(self) -> int:
         return os.fstat(self._descriptor).st_size
+
+    def _unchanged(self) -> bool:
+        try:
+            status = os.stat(self._name)
+        except OSError:
+            return False
+        return status.st_size == self._offset and status.st_ino == self._inode and status.st_dev == self._device
 
     def _replaced(self) -> bool:
         """Another file stands at the path now. While none does, the old one is still read."""
