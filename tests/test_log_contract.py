@@ -74,7 +74,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 async def _until(done: Callable[[], bool], seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
-        while not done():  # noqa: ASYNC110 - a server is watched from outside
+        while not done():
             await asyncio.sleep(0.01)
 
 
@@ -94,7 +94,7 @@ async def _first(log: EventLog, n: int = 1, **how: object) -> list[Record]:
 
 async def _eventually(log: EventLog, subjects: str) -> int:
     async with asyncio.timeout(10):
-        while not (last := await log.last_sequence(subjects)):  # noqa: ASYNC110
+        while not (last := await log.last_sequence(subjects)):
             await asyncio.sleep(0.02)
     return last
 
