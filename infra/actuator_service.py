@@ -31,7 +31,7 @@ from events.action import CommandAnswered, NodeCommand, OutcomeRecorded, TryStar
 from events.envelope import TEXT_MAX, AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import JobFinished
-from events.ports import LEDGER, TELEMETRY_JOB, EventLog, Expect, LogError, LogUnavailable, StaleWriter
+from events.ports import LEDGER, TELEMETRY_JOB, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
 
@@ -46,6 +46,14 @@ APPEND_WAIT_S = 0.25
 
 Send = Callable[[str, NodeCommand], Awaitable[None]]
 Answers = AsyncIterator[tuple[str, CommandAnswered]]
+
+
+#: Whose word each kind is: the server lets a role write under its own name only, so the subject's role is what is believed.
+ROLE_OF = {
+    "job_declared": "operator", "standby_added": "operator", "hold_placed": "operator", "hold_released": "operator",
+    "intent_issued": "decider", "incident_closed": "decider", "job_finished": "detector",
+    "try_started": "actuator", "outcome_recorded": "actuator",
+}  # fmt: skip
 
 
 class HeldLease(Protocol):
@@ -102,18 +110,16 @@ class Actuators:
             self.caught_up.set()
         async with aclosing(self.ledger.read(follow=True)) as records:  # type: ignore[type-var]
             async for record in records:
-                try:
-                    event = parse(record.data)
-                except Malformed as error:
-                    log.warning("LEDGER sequence %d is not readable and is passed over: %s", record.sequence, error)
+                event = heard(record)
+                if event is None:
                     self.state = passed(self.state, record.sequence, record.time_ns)
-                    continue
-                self.state = fold(self.state, Seen(record.sequence, record.time_ns, event))
+                else:
+                    self.state = fold(self.state, Seen(record.sequence, record.time_ns, event))
                 if record.sequence < end:
                     continue
                 self.caught_up.set()
                 self._act(tasks)
-                if isinstance(event.data, JobFinished) and record.sequence > end:
+                if event is not None and isinstance(event.data, JobFinished) and record.sequence > end:
                     tasks.create_task(self._finished(event))
 
     def _act(self, tasks: asyncio.TaskGroup) -> None:
@@ -230,6 +236,19 @@ class Actuators:
                     continue
                 self._last_own[job] = max(last, ack.sequence)
                 return
+
+
+def heard(record: Record) -> AnyEvent | None:
+    """What a record of LEDGER tells actuators; None for what is not for them, or not its role's to say."""
+    _, _, role, kind = record.subject.split(".")
+    if ROLE_OF.get(kind) != role:
+        return None
+    try:
+        event = parse(record.data)
+    except Malformed as error:
+        log.warning("LEDGER sequence %d is not readable and is passed over: %s", record.sequence, error)
+        return None
+    return event if event.data.kind() == kind else None
 
 
 async def run_actuators(

@@ -31,7 +31,7 @@ from events.job import HoldPlaced, HoldReleased, JobDeclared, Place, StandbyAdde
 from events.ports import LEDGER, Ack, Expect, LogUnavailable
 from events.registry import canonical, make, parse
 from events.training import RankExit, RankStarted
-from infra.actuator_service import Actuators, Superseded
+from infra.actuator_service import ROLE_OF, Actuators, Superseded
 from infra.memory import START_NS, MemoryBus, MemoryLog
 
 JOB = "gpt.a"
@@ -347,8 +347,9 @@ class World:
         self.answers: asyncio.Queue[tuple[str, CommandAnswered]] = asyncio.Queue()
         self.number = 0
 
-    async def say(self, fact: Fact, role: str = "decider") -> None:
+    async def say(self, fact: Fact, role: str = "") -> None:
         self.number += 1
+        role = role or ROLE_OF[fact.kind()]
         await self.ledger.append(subjects.ledger(JOB, role, fact.kind()), canonical(event_of(fact, self.number)))
 
     def facts(self, kind: type) -> list[Any]:
@@ -406,7 +407,7 @@ async def _recover(world: World, die_at: int) -> int:
             raise Killed
 
     for fact in (declared(), *RECOVERY[:3]):
-        await world.say(fact, "operator" if isinstance(fact, JobDeclared) else "decider")
+        await world.say(fact)
     for wanted in (3, 4):
         if wanted == 4:
             await world.say(RECOVERY[3])
@@ -451,13 +452,22 @@ async def test_nothing_of_history_is_done_again_and_what_is_due_is_refused_with_
         HoldPlaced(job=JOB, reason="r", author="a"), intent("evict_node", decision="d2", node="n1", key="held"),
     )  # fmt: skip
     for fact in facts:
-        await world.say(fact, "actuator" if isinstance(fact, OutcomeRecorded) else "decider")
+        await world.say(fact)
     outcomes = await world.outcomes(4, world.actuators())
     assert {o.key: o.result for o in outcomes} == {
         "old": "done", "stale": "refused_stale", "late": "refused_expired", "held": "refused_held"
     }  # fmt: skip
     assert world.facts(TryStarted) == []
     assert all(not node.told for node in world.nodes.values())
+
+
+async def test_only_the_decider_issues_intents_whatever_an_envelope_says() -> None:
+    world = World()
+    await world.say(declared())
+    await world.say(intent("evict_node", node="n0"), "detector")
+    await world.say(intent("evict_node", node="n1", key="true"))
+    outcomes = await world.outcomes(1, world.actuators())
+    assert [o.key for o in outcomes] == ["true"] and not world.nodes["n0"].told
 
 
 class Scripted(Local):
@@ -586,7 +596,7 @@ async def test_a_finished_job_lets_go_of_what_is_parked() -> None:
     await world.say(declared())
     running = asyncio.create_task(world.actuators().run())
     await asyncio.sleep(0.02)
-    await world.say(JobFinished(seen_ns=1), "detector")
+    await world.say(JobFinished(seen_ns=1))
     for _ in range(500):
         if all(node.told for node in world.nodes.values()):
             break
