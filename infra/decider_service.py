@@ -5,19 +5,29 @@ Not a Faust worker: its state is the fold of one ordered log, which a table woul
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import logging
+import os
+import signal
+import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Protocol
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from events import subjects
 from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
 from events.envelope import AnyEvent
 from events.ids import derived_id
-from events.ports import EventLog, Expect, LogUnavailable, Record, StaleWriter, TimerService
+from events.ports import LEDGER, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter, TimerService
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
+from infra.embedded import EmbeddedError
 from processors.decider import Decider, is_own, timer_event
 from processors.detector import Outgoing
 
@@ -209,3 +219,82 @@ class LiveDecider:
                 if left == 1:
                     raise
                 await asyncio.sleep(APPEND_WAIT_S)
+
+
+# The process
+
+
+def code_version() -> str:
+    """What decisions name: the distribution's version."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("keepstep-pipeline")
+    except PackageNotFoundError:
+        return "checkout"
+
+
+async def run_decider(nc: Client, *, worker: str) -> None:
+    """Terms of a decider on a connection: waits for the lease, decides until the term is over, and waits again. Raises LogUnavailable
+    when the bus stays away, and whatever the rules raise: a fault of the rules must not be passed over."""
+    from infra.jetstream import JetStreamLog, JetStreamTimers
+    from infra.lease import Lease
+
+    while True:
+        async with Lease(nc, "decider", worker) as lease:
+            log.info("%s decides", worker)
+            live = LiveDecider(
+                JetStreamLog(nc, LEDGER), JetStreamTimers(nc), worker=worker, code_version=code_version(), lease=lease
+            )
+            try:
+                await live.run()
+            except Superseded as over:
+                log.warning("the term is over: %s", over)
+        await asyncio.sleep(APPEND_WAIT_S)
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from infra.home import Address, Home
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    nc = await Address(Home.default(options.home), options.url, options.key).connect("decider", wait_s=30.0)
+    try:
+        worker = options.worker or f"{os.uname().nodename}/{os.getpid()}/{new_event_id()}"
+        deciding = asyncio.create_task(run_decider(nc, worker=worker))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({deciding, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (deciding, stopped):
+            task.cancel()
+        (result,) = await asyncio.gather(deciding, return_exceptions=True)
+        if isinstance(result, Exception):
+            raise result
+    finally:
+        with contextlib.suppress(NatsError, OSError, TimeoutError):
+            await asyncio.wait_for(nc.close(), 2.0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0 after a stop that was asked for, 1 after a fault."""
+    parser = argparse.ArgumentParser(prog="python -m infra.decider_service", description=__doc__)
+    parser.add_argument("--home", type=Path, default=None, help="the installation whose embedded bus is used")
+    parser.add_argument("--url", "--bus", default="", help="a bus elsewhere instead, nats://host:port")
+    parser.add_argument("--key", default="", help="seed file of the decider's key on that bus; {user} stands for the role")
+    parser.add_argument("--worker", default="", help="its name in the ledger (default: host, pid and a random id)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        asyncio.run(_serve(options))
+    except (LogError, EmbeddedError) as error:
+        print(f"keepstep decider: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        log.exception("the decider stops: nothing more is decided until it is started again")
+        print(f"keepstep decider: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -161,12 +161,13 @@ def register(app: typer.Typer) -> None:
         job: Annotated[str, typer.Option("--job", help="The job's name [default: the script's]")] = "",
         checkpoints: Annotated[Path | None, typer.Option("--checkpoints", help="Folder of the job's checkpoints, on storage that all nodes see")] = None,
         revision: Annotated[str, typer.Option("--revision", help="Code revision, for the record")] = "",
+        backend: Annotated[Literal["local", "exec"], typer.Option("--backend", help="Who evicts, replaces and pages: the agents, or the site's script (--exec)")] = "local",
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file, when the pipeline is started here")] = None,
         detach: Annotated[bool, typer.Option("--detach", help="Declare the job and return (the pipeline must be up)")] = False,
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "",
     ) -> None:  # fmt: skip
         """Run your own training script under the pipeline. If none is up on this home, one is started here, until the job ends."""
-        declared = JobSpec(command, nodes, ranks_per_node, tp, pp, standbys, node, spare, job, checkpoints, revision)
+        declared = JobSpec(command, nodes, ranks_per_node, tp, pp, standbys, node, spare, job, checkpoints, revision, backend)
         where = address(home, url, key)
         if where.runs:
             raise typer.Exit(run(declared.run_on(where, detach)))
@@ -182,12 +183,12 @@ class JobSpec:
 
     def __init__(
         self, command: list[str], nodes: int, ranks_per_node: int, tp: int, pp: int, standbys: int,
-        node: list[str] | None, spare: list[str] | None, job: str, checkpoints: Path | None, revision: str,
+        node: list[str] | None, spare: list[str] | None, job: str, checkpoints: Path | None, revision: str, backend: str,
     ) -> None:  # fmt: skip
         self.places = [place(text) for text in node or ()]
         self.spares = [place(text) for text in spare or ()]
         self.nodes, self.standbys = len(self.places) or nodes, len(self.spares) or standbys
-        self.ranks_per_node, self.tp, self.pp, self.revision = ranks_per_node, tp, pp, revision
+        self.ranks_per_node, self.tp, self.pp, self.revision, self.backend = ranks_per_node, tp, pp, revision, backend
         world = self.nodes * ranks_per_node
         if world % (tp * pp):
             raise Refused(
@@ -225,7 +226,7 @@ class JobSpec:
         fact = JobDeclared(
             job=self.job, nodes=tuple(places), standbys=tuple(spares), ranks_per_node=self.ranks_per_node, tp=self.tp, pp=self.pp,
             dp=self.nodes * self.ranks_per_node // (self.tp * self.pp), command=tuple(self._absolute()), directory=str(Path.cwd()),
-            environment=job_environment(), checkpoints=str(self.checkpoints), code_revision=self.revision, author=author(),
+            environment=job_environment(), checkpoints=str(self.checkpoints), code_revision=self.revision, backend=self.backend, author=author(),
         )  # fmt: skip
         await tell(ledger, fact, self.job)
         say(
