@@ -87,13 +87,12 @@ class Lease:
 
     async def acquire(self, timeout_s: float | None = None) -> None:
         """Waits while another holds it, polling: watchers hear nothing of an expiry. Raises TimeoutError after `timeout_s`."""
-        pause_s = min(1.0, self._ttl_s / 6)
         async with asyncio.timeout(timeout_s):
             while True:
                 with suppress(LogUnavailable):
                     if await self.try_acquire():
                         return
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(min(1.0, self._ttl_s / 6))
 
     async def renew(self) -> None:
         """Once. Raises LeaseLost if another took it or it is over, LogUnavailable if the bus did not answer (it may be tried again)."""
