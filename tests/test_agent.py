@@ -409,7 +409,7 @@ async def test_it_weighs_little(node: Node) -> None:
     assert resident_kib < 150 * 1024
     assert await node.stop() == 0
     code = "import json, sys; import infra.agent; print(json.dumps(sorted(sys.modules)))"
-    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)  # noqa: ASYNC221
     assert not {"faust", "duckdb", "torch", "numpy", "rich", "typer", "aiohttp"} & set(loaded)
 
 

@@ -431,7 +431,7 @@ async def test_a_flood_is_thinned_counted_and_hides_nothing(tmp_path: Path) -> N
 async def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     kept, path = Kept(), tmp_path / "later"
     async with following(str(path), kept, tmp_path):
-        states = lambda: [e.data.state for e in kept.events if isinstance(e.data, AgentState)]
+        states = lambda: [e.data.state for e in kept.events if isinstance(e.data, AgentState)]  # noqa: E731
         await until(lambda: states() == ["stalled"])
         put(path, "nvme here\n")
         await until(lambda: states() == ["stalled", "resumed"] and kept.texts() == ["nvme here"])
@@ -516,7 +516,7 @@ async def test_the_ring_from_a_line_to_an_event(tmp_path: Path) -> None:
 @ring
 async def test_the_ring_is_resumed_by_sequence(tmp_path: Path) -> None:
     kept, texts = Kept(), [marker() for _ in range(3)]
-    mine = lambda: [r.text for r in kept.records() if r.text in texts]
+    mine = lambda: [r.text for r in kept.records() if r.text in texts]  # noqa: E731
     async with following("kmsg", kept, tmp_path):
         say(texts[0])
         await until(lambda: mine() == texts[:1])

@@ -119,7 +119,7 @@ asyncio.run(main())
 async def test_a_frozen_process_sees_that_its_lease_is_over_before_it_acts(server: EmbeddedServer, nc: BusClient) -> None:
     options = json.dumps(server.role_options("detector"))
     command = [sys.executable, "-c", _HOLDER, server.url, options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)  # noqa: ASYNC220
     try:
         assert process.stdout is not None
         pipe = process.stdout.fileno()

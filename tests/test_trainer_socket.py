@@ -260,7 +260,7 @@ async def test_only_a_ranks_own_processes_are_heard(tmp_path: Path, mine: bool, 
     """A process below the rank's is heard (a launcher in between); one that is no rank's is turned away, whatever it says."""
     monkeypatch.setattr(trainer, "KNOWN_S_MAX", 0.2)
     kept = Kept()
-    other = subprocess.Popen(["sleep", "60"])
+    other = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
     try:
         rank = RankProcess(rank=1, pid=os.getpid() if mine else other.pid, state="S")
         async with serving(tmp_path / "s", kept, lambda: (rank,)) as server:
