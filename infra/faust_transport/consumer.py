@@ -33,7 +33,9 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
         self._subscribed = asyncio.Event()
         self._delivered: dict[TP, deque[int]] = defaultdict(deque)
         self._changed = asyncio.Event()
-        self._rebalanced: set[str] = set()
+        #: What is assigned: when each partition was taken, and the topics.
+        self._takings: dict[int, int] = {}
+        self._topics_assigned: set[str] = set()
         #: A rebalance was begun and did not come to its end.
         self._owed = False
 
@@ -87,30 +89,33 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
 
     async def _reassign(self, beyond: frozenset[int]) -> None:
         leases, fences = self.transport.leases, self.transport.fences
-        before = {tp.partition for tp in self._assigned}
-        if leases.held - beyond == before and self._rebalanced == self._all_topics() and not self._owed:
+        takings = {p: taking for p, taking in leases.takings.items() if p not in beyond}
+        if takings == self._takings and self._topics_assigned == self._all_topics() and not self._owed:
             return
         self._owed = True
-        lost = frozenset(before - leases.held)
-        if before and self.app.before_rebalance is not None:
+        still = {p for p, taking in leases.takings.items() if self._takings.get(p) == taking}
+        lost = frozenset(set(self._takings) - still)
+        if self._takings and self.app.before_rebalance is not None:
             await self.app.before_rebalance(lost)
         await leases.release(beyond)
-        held, wanted = leases.held, self._all_topics()
-        assigned = {TP(topic, p) for p in held for topic in wanted}
-        for tp in self._assigned - assigned:
+        takings, wanted = leases.takings, self._all_topics()
+        assigned = {TP(topic, p) for p in takings for topic in wanted}
+        kept = {tp for tp in self._assigned & assigned if self._takings.get(tp.partition) == takings[tp.partition]}
+        for tp in self._assigned - kept:
             fences.drop(tp)
-        for tp in sorted(assigned - self._assigned):
+        self._takings = {p: taking for p, taking in self._takings.items() if takings.get(p) == taking}
+        for tp in sorted(assigned - kept):
             try:
                 await fences.take(tp)
             except StaleWriter:
                 leases.lose(tp.partition)
                 raise
-        self._rebalanced = wanted
+        self._takings, self._topics_assigned = takings, wanted
         self.app.on_rebalance_start()
         self.app.consumer_generation_id += 1
         generation = self.app.consumer_generation_id
-        await self.on_partitions_revoked(self._assigned - assigned)
-        for tp in self._assigned - assigned:
+        await self.on_partitions_revoked(self._assigned - kept)
+        for tp in self._assigned - kept:
             self._feeds.pop(tp).close()
         self._assigned = assigned
         for tp in assigned:

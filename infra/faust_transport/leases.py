@@ -75,6 +75,7 @@ def this_process(worker: str) -> Holder:
 class _Held:
     sequence: int
     until_ns: int
+    taking: int
 
 
 class Leases:
@@ -86,6 +87,9 @@ class Leases:
         self._log = JetStreamLog(nc, self._stream, timeout_s=2.0)
         self._held: dict[int, _Held] = {}
         self._ttl_ns = 0
+        self._takings = 0
+        self._busy = asyncio.Lock()
+        self._closed = False
         self.members: tuple[str, ...] = ()
 
     @property
@@ -106,6 +110,12 @@ class Leases:
         now_ns = clock.boot_ns()
         return frozenset(p for p, held in self._held.items() if now_ns < held.until_ns)
 
+    @property
+    def takings(self) -> dict[int, int]:
+        """The partitions held, and a number for when each was taken: another one means that it was lost in between."""
+        held = self.held
+        return {p: one.taking for p, one in self._held.items() if p in held}
+
     def lose(self, partition: int) -> None:
         """Someone else was seen to write there."""
         self._held.pop(partition, None)
@@ -122,10 +132,13 @@ class Leases:
 
     async def renew(self) -> None:
         """Prolongs membership and leases. A lease that someone else took is dropped; a bus that is away leaves all to run out."""
-        try:
-            await asyncio.gather(self._join(), *(self._renew(p) for p in list(self._held)))
-        except LogUnavailable:
-            pass
+        async with self._busy:
+            if self._closed:
+                return
+            try:
+                await asyncio.gather(self._join(), *(self._renew(p) for p in list(self._held)))
+            except LogUnavailable:
+                pass
         for partition in set(self._held) - self.held:
             del self._held[partition]
 
@@ -138,7 +151,7 @@ class Leases:
         if len(held) > wanted:
             return frozenset(sorted(held)[wanted:])
         for partition in sorted(set(range(self._partitions)) - held):
-            if len(held) >= wanted:
+            if len(held) >= wanted or self._closed:
                 break
             if await self._take(partition, f"{self._prefix}.lease.{partition}" in listed):
                 held = self.held
@@ -152,6 +165,8 @@ class Leases:
 
     async def close(self) -> None:
         """So that others need not wait for the leases to run out."""
+        async with self._busy:
+            self._closed = True
         await self.release(list(self._held))
         subject = self._member_key()
         try:
@@ -182,11 +197,12 @@ class Leases:
         except StaleWriter:
             found = await last_of(self._nc, self._stream, subject)
             if found.data != self._me.encode():
-                self._held.pop(partition, None)
+                if self._held.get(partition) is held:
+                    del self._held[partition]
                 return
             sequence = found.sequence
-        if partition in self._held:
-            self._held[partition] = _Held(sequence, began_ns + int(self._ttl_ns * _SURE))
+        if self._held.get(partition) is held:
+            held.sequence, held.until_ns = sequence, began_ns + int(self._ttl_ns * _SURE)
 
     async def _take(self, partition: int, is_listed: bool) -> bool:
         subject, sequence = f"{self._prefix}.lease.{partition}", 0
@@ -202,7 +218,8 @@ class Leases:
             ack = await self._log.append(subject, self._me.encode(), expect=Expect(subject, sequence))
         except StaleWriter:
             return False
-        self._held[partition] = _Held(ack.sequence, began_ns + int(self._ttl_ns * _SURE))
+        self._takings += 1
+        self._held[partition] = _Held(ack.sequence, began_ns + int(self._ttl_ns * _SURE), self._takings)
         return True
 
     async def _listed(self) -> set[str]:

@@ -28,7 +28,7 @@ class NatsSettings:
     connect: Callable[[], Awaitable[BusClient]] | None = None
     partitions: int = PARTITIONS
     frame_records_max: int = 256
-    waiting_records_max: int = 4096
+    waiting_records_max: int = 1024
     leases: str = "LEASES"
     offsets: str = "KS_OFFSETS"
     #: How long a write waits for a bus that is away before the worker gives up.
