@@ -31,7 +31,9 @@ from typing import Any
 
 #: A command line and an environment fit into far less; more is not from us.
 LINE_BYTES_MAX = 8 << 20
-_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-E", "-q")
+#: The interpreter's options that stand for themselves, and those that take a word. With others (-E, -I, -c ...) a worker would not
+#: find this module, or is no script: started cold. The launcher, which can't import the hook, has the same rule.
+_FLAGS = "uBOdqvb"
 _FLAGS_WITH_VALUE = ("-W", "-X")
 
 
@@ -43,10 +45,10 @@ def parked_command(command: list[str]) -> tuple[list[str], list[str]] | None:
     at = 1
     while at < len(command):
         word = command[at]
-        if word in _FLAGS:
-            at += 1
-        elif word in _FLAGS_WITH_VALUE:
+        if word in _FLAGS_WITH_VALUE:
             at += 2
+        elif len(word) > 1 and word[0] == "-" and not word[1:].strip(_FLAGS):
+            at += 1
         elif word == "-m":
             return (command[:at], command[at:]) if at + 1 < len(command) else None
         elif word.startswith("-") or not word:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from producers.trainer_lines import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 HOOK = ROOT / "infra" / "hook"
 
@@ -63,7 +65,9 @@ class Agent:
                 stream.close()
                 continue
             *lines, self._rests[stream] = (self._rests[stream] + block).split(b"\n")
-            self.lines.extend(json.loads(line, parse_constant=_refuse) for line in lines)
+            for line in lines:
+                parse(line)  # as the real agent does: raises BadLine
+                self.lines.append(json.loads(line))
 
     def until(self, holds: Callable[[], bool], limit_s: float = 20.0) -> None:
         end = time.monotonic() + limit_s
@@ -77,10 +81,6 @@ class Agent:
     @property
     def samples(self) -> list[list[Any]]:
         return [sample for line in self.of("progress") for sample in line["samples"]]
-
-
-def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is not JSON")
 
 
 def rank_environment(socket_path: Path | str, **more: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from actuators.environment import parked_form
 from keepstep.parked import parked_command
 from tests.hook_agent import HOOK, Agent, rank_environment
 
@@ -222,10 +223,12 @@ def test_which_commands_can_be_parked() -> None:
         "/usr/bin/python3.11 -u -O t.py": ("/usr/bin/python3.11 -u -O", "t.py"),
         "python3 -X dev -W error -m a.b c": ("python3 -X dev -W error", "-m a.b c"),
         "python -c pass": None, "python": None, "python -m": None, "python -": None, "python -i t.py": None, "python -X": None,
-        "torchrun t.py": None, "bash run.sh": None, "python-config t.py": None, "pythonw t.py": None, "": None,
+        "python -uB t.py": ("python -uB", "t.py"), "python -E t.py": None, "python -I t.py": None, "torchrun t.py": None, "bash run.sh": None, "python-config t.py": None, "pythonw t.py": None, "": None,
     }.items():  # fmt: skip
         expected = None if parts is None else (parts[0].split(), parts[1].split())
         assert parked_command(command.split()) == expected, command
+        launchers = None if expected is None else ([*expected[0], "-m", "keepstep.parked"], expected[1])
+        assert parked_form(tuple(command.split())) == launchers, "the launcher's own copy of the rule"
     assert parked_command([sys.executable, "a b.py"]) == ([sys.executable], ["a b.py"])
 
 
