@@ -11,8 +11,8 @@ from typing import Any
 def save(path: Path, value: Any) -> None:
     fresh = path.with_name(path.name + ".new")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(value, file)
+    with os.fdopen(fd, "wb") as file:
+        file.write(json.dumps(value).encode())
     os.replace(fresh, path)
 
 

@@ -36,6 +36,7 @@ class NodeMemory:
         self._jobs_path, self._answers_path = folder / "jobs.json", folder / "answers.json"
         self.jobs: dict[str, JobMark] = {}
         self.answers: dict[str, CommandAnswered] = {}
+        self._dumped: dict[str, Any] = {}
 
     def recover(self) -> None:
         for job, raw in _entries(load(self._jobs_path)):
@@ -45,6 +46,7 @@ class NodeMemory:
         for key, raw in _entries(load(self._answers_path)):
             try:
                 self.answers[key] = CommandAnswered.model_validate(raw)
+                self._dumped[key] = raw
             except ValidationError:
                 continue
 
@@ -63,9 +65,11 @@ class NodeMemory:
 
     def answered(self, answer: CommandAnswered) -> None:
         self.answers[answer.key] = answer
+        self._dumped[answer.key] = answer.model_dump(mode="json", exclude_defaults=True)
         while len(self.answers) > ANSWERS_MAX:
-            del self.answers[next(iter(self.answers))]
-        save(self._answers_path, {key: a.model_dump(mode="json", exclude_defaults=True) for key, a in self.answers.items()})
+            oldest = next(iter(self.answers))
+            del self.answers[oldest], self._dumped[oldest]
+        save(self._answers_path, self._dumped)
 
 
 def _entries(value: Any) -> list[tuple[str, Any]]:

@@ -114,14 +114,14 @@ def marked(prefix: str) -> list[tuple[Process, str]]:
     """Live processes whose mark begins with `prefix`, with their marks."""
     found = []
     for pid in pids():
-        before = stat(pid)
-        if before is None or before.state in "ZX":
+        if not mark_of(pid).startswith(prefix):
             continue
-        mark = mark_of(pid)
-        if mark.startswith(prefix):
-            after = stat(pid)
-            if after is not None and after.start_time == before.start_time:
-                found.append((Process(pid, before.start_time), mark))
+        seen = stat(pid)
+        if seen is None or seen.state in "ZX":
+            continue
+        mark = mark_of(pid)  # read again, now that the start time says whose pid it is
+        if mark.startswith(prefix) and alive(process := Process(pid, seen.start_time)):
+            found.append((process, mark))
     return found
 
 

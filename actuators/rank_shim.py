@@ -345,8 +345,8 @@ class Shim:
     def save(self, name: str, value: dict[str, Any]) -> None:
         """Atomically. A full disk must not end the shim: what it had to say, it still tells over the socket."""
         try:
-            with open(name + ".new", "w") as file:
-                json.dump(value, file)
+            with open(name + ".new", "wb") as file:
+                file.write(json.dumps(value).encode())
             os.replace(name + ".new", name)
         except OSError as error:
             print(f"{name} could not be written: {error}", file=sys.stderr, flush=True)
