@@ -12,24 +12,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from events import subjects
-from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
+from events.decision import Decided, DeciderStarted, Diverged, TimerSet
 from events.envelope import AnyEvent
 from events.ids import derived_id
 from events.ports import LEDGER, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter, TimerService
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
 from infra.embedded import EmbeddedError
-from processors.decider import Decider, is_own, timer_event
-from processors.detector import Outgoing
+from processors.decider import Decider, Derived, is_own, timer_event
 
 log = logging.getLogger("keepstep.decider")
 
@@ -48,6 +47,45 @@ class HeldLease(Protocol):
 
 class Superseded(RuntimeError):
     """Another decider writes, or the lease is over: this one must stop before it says anything more."""
+
+
+class Recorded:
+    """What was decided before, read beside the inputs and just ahead of them, so that a ledger of any length takes little memory. The
+    decider's events stand in the order of the inputs that they answer."""
+
+    def __init__(self, ledger: EventLog) -> None:
+        self._records = ledger.read(subjects=(OWN,))
+        self._next: AnyEvent | None = None
+        self._ended = False
+
+    async def of(self, sequence: int) -> tuple[list[AnyEvent], bool]:
+        """What was appended for the input at `sequence`, and whether anything was appended for a later one."""
+        found: list[AnyEvent] = []
+        while True:
+            if self._next is None and not self._ended:
+                self._next = await self._read()
+            if self._next is None or self._next.data.trigger > sequence:
+                return found, self._next is not None
+            if self._next.data.trigger == sequence and all(self._next.id != event.id for event in found):
+                found.append(self._next)
+            self._next = None
+
+    async def _read(self) -> AnyEvent | None:
+        async for record in self._records:
+            if not is_own(record.subject):
+                continue
+            try:
+                event = parse(record.data)
+                if not isinstance(event.data, Decided):
+                    raise Malformed(f"a {event.data.kind()} is nothing that a decider says")
+                return event
+            except Malformed as error:
+                log.warning("LEDGER sequence %d is not readable as a decision and is passed over: %s", record.sequence, error)
+        self._ended = True
+        return None
+
+    async def close(self) -> None:
+        await self._records.aclose()  # type: ignore[attr-defined]
 
 
 class LiveDecider:
@@ -71,77 +109,71 @@ class LiveDecider:
         self.on_event = on_event
         self.decider = Decider()
         self.caught_up = asyncio.Event()
+        #: Inputs whose recorded decisions this version would not have made.
+        self.diverged = 0
         self._last_own = 0
+        self._started = 0
+        self._unread = 0
         self._wanted: dict[str, TimerSet] = {}
 
     async def run(self) -> None:
         """Raises Superseded when its term is over, LogUnavailable when the ledger stays out of reach."""
         self._last_own = await self.ledger.last_sequence(OWN)
-        recorded, decided_up_to = await self._history()
-        started = await self._announce()
-        async with aclosing(self.ledger.read(follow=True)) as records:  # type: ignore[type-var]
-            async for record in records:
-                if is_own(record.subject) and record.sequence < started:
-                    continue
-                if is_own(record.subject):
-                    if record.sequence > self._last_own:
-                        raise Superseded(f"another decider wrote LEDGER sequence {record.sequence}")
-                    continue
-                if record.sequence > started and record.subject.endswith(".decider.decider_started"):
-                    raise Superseded(f"another decider took over at LEDGER sequence {record.sequence}")
-                await self._answer(record, recorded, decided_up_to)
-                if record.sequence >= started and not self.caught_up.is_set():
-                    await self._keep_timers()
-                    self.caught_up.set()
+        recorded = Recorded(self.ledger)
+        try:
+            async with aclosing(self.ledger.read(follow=True)) as records:  # type: ignore[type-var]
+                self._started = await self._announce()
+                async for record in records:
+                    await self._take(record, recorded)
+        finally:
+            await recorded.close()
 
-    async def _history(self) -> tuple[dict[int, list[AnyEvent]], int]:
-        """What was decided before, by the sequence of the input that it was decided at, and the last such sequence."""
-        recorded: dict[int, list[AnyEvent]] = {}
-        last = 0
-        async for record in self.ledger.read(subjects=(OWN,)):
-            if not is_own(record.subject):
-                continue
-            try:
-                event = parse(record.data)
-            except Malformed as error:
-                log.warning("LEDGER sequence %d is not readable as a decision and is passed over: %s", record.sequence, error)
-                continue
-            known = recorded.setdefault(event.data.trigger, [])
-            if not any(event.id == before.id for before in known):
-                known.append(event)
-            last = max(last, event.data.trigger)
-        return recorded, last
+    async def _take(self, record: Record, recorded: Recorded) -> None:
+        if is_own(record.subject):
+            if record.sequence > max(self._started, self._last_own):
+                raise Superseded(f"another decider wrote LEDGER sequence {record.sequence}")
+            return
+        if record.sequence > self._started and record.subject.endswith(".decider.decider_started"):
+            raise Superseded(f"another decider took over at LEDGER sequence {record.sequence}")
+        await self._answer(record, recorded)
+        if record.sequence >= self._started and not self.caught_up.is_set():
+            if self.diverged:
+                log.warning("%d inputs were decided otherwise than this version would; what is recorded stands", self.diverged)
+            await self._keep_timers()
+            self.caught_up.set()
 
     async def _announce(self) -> int:
         fact = DeciderStarted(
             worker=self.worker, code_version=self.code_version, read_up_to=self._last_own, ledger_digest=self.decider.digest
         )
         event = make(fact, id=new_event_id(), source="decider", subject=self.worker, time=wall_ns())
-        return await self._append(Outgoing(subjects.ledger(subjects.FLEET, "decider", fact.kind()), event))
+        return await self._append(subjects.ledger(subjects.FLEET, "decider", fact.kind()), event, canonical(event))
 
-    async def _answer(self, record: Record, recorded: dict[int, list[AnyEvent]], decided_up_to: int) -> None:
-        stands = recorded.pop(record.sequence, [])
-        if record.sequence > decided_up_to:
-            derived = self.decider.feed(record)
-            owed = derived
-        else:
-            whole = record.sequence < decided_up_to
-            derived = self.decider.feed(record, stands, whole=whole)
-            same = stands == [out.event for out in derived][: len(stands)]
-            owed = derived[len(stands) :] if same and not whole else []
-            for event in stands:
-                self._note(event)
-            if not same or (whole and len(stands) != len(derived)):
-                await self._diverged(record, stands, derived)
-        for out in owed:
-            await self._append(out)
+    async def _answer(self, record: Record, recorded: Recorded) -> None:
+        """An input before our term: what is recorded for it stands, and what its decider still owed is appended. After: all is."""
+        stands, later = await recorded.of(record.sequence) if record.sequence < self._started else ([], False)
+        derived = self.decider.feed(record, stands, whole=later)
+        same = stands == [out.event for out in derived][: len(stands)] and (len(stands) == len(derived) or not later)
+        if not same:
+            self.diverged += 1
+            if self.diverged == 1:
+                await self._tell_divergence(record, stands, derived)
+        for event in stands:
+            self._note(event)
+        for out in derived[len(stands) :] if same else ():
+            await self._append(out.subject, out.event, out.data)
             self._note(out.event)
             if isinstance(out.event.data, TimerSet):
-                await self._schedule(out.event)
+                await self._schedule(out.event.data)
         self._forget(record)
+        while self._unread < self.decider.unread_count:
+            self._unread += 1
+            if record.sequence > self._started:
+                log.warning("LEDGER sequence %d changes nothing: %s", *self.decider.unread[-1])
 
-    async def _diverged(self, record: Record, stands: list[AnyEvent], derived: list[Outgoing]) -> None:
-        """What was recorded stands; that this code would have said otherwise is an event of its own, once."""
+    async def _tell_divergence(self, record: Record, stands: list[AnyEvent], derived: Sequence[Derived]) -> None:
+        """What was recorded stands; that this code would have said otherwise is an event of its own, for the first such input: what
+        comes after it may differ for no other reason."""
         fact = Diverged(
             trigger=record.sequence,
             ledger_digest=self.decider.digest,
@@ -150,38 +182,38 @@ class LiveDecider:
         )
         event_id = derived_id("decider", "", str(record.sequence), "diverged", 0)
         event = make(fact, id=event_id, source="decider", subject="", time=record.time_ns)
-        log.warning(
-            "LEDGER sequence %d: this version derives something else than was recorded; the record stands", record.sequence
-        )
-        await self._append(Outgoing(subjects.ledger(subjects.FLEET, "decider", "diverged"), event))
+        where = subjects.ledger(subjects.FLEET, "decider", "diverged")
+        log.warning("LEDGER sequence %d: this version derives something else than was recorded", record.sequence)
+        async for known in self.ledger.read(after=record.sequence, subjects=(where,)):
+            if event_id.encode() in known.data:  # told by an earlier term
+                return
+        await self._append(where, event, canonical(event))
 
-    async def _append(self, out: Outgoing) -> int:
+    async def _append(self, subject: str, event: AnyEvent, data: bytes) -> int:
         """Appends one event, fenced. A ledger that is away is waited for, up to a minute."""
-        data = canonical(out.event)
         for left in range(APPEND_TRIES, 0, -1):
             if self.lease is not None and not self.lease.held:
                 raise Superseded("the decider's lease is over")
             try:
-                ack = await self.ledger.append(out.subject, data, message_id=out.event.id, expect=Expect(OWN, self._last_own))
+                ack = await self.ledger.append(subject, data, message_id=event.id, expect=Expect(OWN, self._last_own))
             except StaleWriter as error:
-                found = await self._find(out.event.id, data)
-                if found:  # an append whose acknowledgement was lost
-                    self._last_own = found
-                    return found
-                raise Superseded(f"another decider wrote first: {error}") from None
+                found = await self._find(data)
+                if not found:
+                    raise Superseded(f"another decider wrote first: {error}") from None
+                self._last_own = found  # an append whose acknowledgement was lost
+                return found
             except LogUnavailable:
                 if left == 1:
                     raise
                 await asyncio.sleep(APPEND_WAIT_S)
                 continue
-            if ack.sequence > self._last_own:
-                self._last_own = ack.sequence
+            self._last_own = max(self._last_own, ack.sequence)
             if self.on_event is not None:
-                self.on_event(out.event)
+                self.on_event(event)
             return ack.sequence
         raise LogUnavailable("LEDGER was out of reach for too long")
 
-    async def _find(self, event_id: str, data: bytes) -> int:
+    async def _find(self, data: bytes) -> int:
         """The sequence at which this very event stands as the only one after our last, else 0."""
         found = [record async for record in self.ledger.read(after=self._last_own, subjects=(OWN,))]
         return found[0].sequence if len(found) == 1 and found[0].data == data else 0
@@ -191,24 +223,21 @@ class LiveDecider:
             self._wanted[event.data.timer] = event.data
 
     def _forget(self, record: Record) -> None:
-        if record.subject.split(".")[2:3] == ["timer"]:
-            try:
-                fired = parse(record.data).data
-            except Malformed:
-                return
-            if isinstance(fired, TimerFired):
-                self._wanted.pop(fired.timer, None)
+        if not record.subject.endswith(".timer.timer_fired"):
+            return
+        try:
+            self._wanted.pop(parse(record.data).data.timer, None)
+        except (Malformed, AttributeError):
+            return
 
     async def _keep_timers(self) -> None:
-        """Timers whose schedule may have been lost with the last decider are set again; the same id replaces the first."""
+        """Timers whose schedule may have been lost with the last decider are set again; the same id replaces the first, and one that
+        fired meanwhile has the same event's id and is folded once."""
         for fact in list(self._wanted.values()):
-            await self._schedule_fact(fact, "")
+            await self._schedule(fact)
 
-    async def _schedule(self, event: AnyEvent) -> None:
-        await self._schedule_fact(event.data, event.id)
-
-    async def _schedule_fact(self, fact: TimerSet, cause: str) -> None:
-        event = timer_event(fact, cause or fact.timer)
+    async def _schedule(self, fact: TimerSet) -> None:
+        event = timer_event(fact)
         for left in range(APPEND_TRIES, 0, -1):
             try:
                 await self.timers.set_timer(
@@ -241,16 +270,31 @@ async def run_decider(nc: Client, *, worker: str) -> None:
     from infra.lease import Lease
 
     while True:
-        async with Lease(nc, "decider", worker) as lease:
+        lost = asyncio.Event()
+        async with Lease(nc, "decider", worker, on_lost=lost.set) as lease:
             log.info("%s decides", worker)
             live = LiveDecider(
                 JetStreamLog(nc, LEDGER), JetStreamTimers(nc), worker=worker, code_version=code_version(), lease=lease
             )
             try:
-                await live.run()
+                await _until(live.run(), lost)
             except Superseded as over:
                 log.warning("the term is over: %s", over)
         await asyncio.sleep(APPEND_WAIT_S)
+
+
+async def _until(term: Coroutine[Any, Any, None], lost: asyncio.Event) -> None:
+    """Runs a term; raises Superseded when the lease is lost before it ends."""
+    running, over = asyncio.create_task(term), asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise Superseded("the decider's lease is over")
+        await running
+    finally:
+        for task in (running, over):
+            task.cancel()
+        await asyncio.gather(running, over, return_exceptions=True)
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -210,7 +210,7 @@ def _short(digest: Any) -> str:
     return str(digest.hexdigest()[:32])
 
 
-def timer_event(fact: TimerSet, source_id: str) -> AnyEvent:
+def timer_event(fact: TimerSet) -> AnyEvent:
     """The finished event that the broker delivers when a timer fires."""
     fired = TimerFired(timer=fact.timer, job=fact.job, incident=fact.incident, purpose=fact.purpose)
     return make(
@@ -219,6 +219,5 @@ def timer_event(fact: TimerSet, source_id: str) -> AnyEvent:
         source="timer",
         subject=fact.job,
         time=fact.at_ns,
-        causes=(source_id,),
         job=fact.job,
     )

@@ -9,6 +9,7 @@ timers fire by themselves, and actuators answer `done` after 0.1 s unless the st
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import Any
 
 import yaml
@@ -49,8 +50,11 @@ class Story:
         self.answers = True
         self.told: list[str] = []
         self.names: dict[str, str] = {}
+        self.intents: dict[str, IntentIssued] = {}
+        self.answered: set[str] = set()
+        self.kinds: Counter[str] = Counter()
         self._count = 0
-        self.say(DeciderStarted(worker="w", code_version="1", read_up_to=0, ledger_digest=""), "decider", "")
+        self.say_started()
 
     # -- the ledger
 
@@ -73,21 +77,42 @@ class Story:
             self.told.append(self.line(out.event.data))
             fact = out.event.data
             if isinstance(fact, TimerSet):
-                event = timer_event(fact, out.event.id)
+                event = timer_event(fact)
                 where = subjects.ledger(fact.job or subjects.FLEET, "timer", "timer_fired")
                 heapq.heappush(self.timers, (fact.at_ns, len(self.records), (where, canonical(event))))
-            elif isinstance(fact, IntentIssued) and self.answers:
-                outcome = OutcomeRecorded(key=fact.key, incident=fact.incident, job=fact.job, verb=fact.verb, result="done")
-                event = make(
-                    outcome,
-                    id=derived_id("actuator", fact.job, fact.key, "outcome", 0),
-                    source="actuator",
-                    subject=fact.job,
-                    time=self.now,
-                    job=fact.job,
-                )
-                where = subjects.ledger(fact.job, "actuator", "outcome_recorded")
-                heapq.heappush(self.timers, (self.now + NS // 10, len(self.records), (where, canonical(event))))
+            elif isinstance(fact, IntentIssued):
+                self.intents[fact.key] = fact
+                if self.answers:
+                    heapq.heappush(self.timers, (self.now + NS // 10, len(self.records), self._word_of(fact, "done")))
+
+    def _word_of(self, intent: IntentIssued, result: Any, detail: str = "", nodes: tuple[str, ...] = ()) -> tuple[str, bytes]:
+        """An actuator's outcome: where it is appended, and its bytes."""
+        self.answered.add(intent.key)
+        fact = OutcomeRecorded(
+            key=intent.key,
+            incident=intent.incident,
+            job=intent.job,
+            verb=intent.verb,
+            result=result,
+            detail=detail,
+            nodes=nodes,
+        )
+        event = make(
+            fact,
+            id=derived_id("actuator", intent.job, intent.key, "outcome", 0),
+            source="actuator",
+            subject=intent.job,
+            time=self.now,
+            job=intent.job,
+        )
+        return subjects.ledger(intent.job, "actuator", "outcome_recorded"), canonical(event)
+
+    def outcome(self, intent: IntentIssued, result: Any, nodes: tuple[str, ...] = (), detail: str = "") -> None:
+        self.put(*self._word_of(intent, result, detail, nodes))
+
+    def say_started(self) -> None:
+        """A decider takes over."""
+        self.say(DeciderStarted(worker="w", code_version="1", read_up_to=0, ledger_digest=""), "decider", "")
 
     def until(self, time_ns: int) -> None:
         while self.timers and self.timers[0][0] <= time_ns:
@@ -116,7 +141,10 @@ class Story:
             ):
                 continue
             if key in ("incident", "decision", "timer", "key"):
-                value = self.names.setdefault(value, f"{key}-{sum(n.startswith(key) for n in self.names.values()) + 1}")
+                if value not in self.names:
+                    self.kinds[key] += 1
+                    self.names[value] = f"{key}-{self.kinds[key]}"
+                value = self.names[value]
             elif key.endswith("_ns"):
                 key, value = key[:-3], f"{(value - START) / NS:g}"
             elif key == "places":
@@ -226,13 +254,12 @@ class Story:
 
     def _outcome(self, plain: list[str], options: dict[str, str]) -> None:
         key = next(key for key, name in self.names.items() if name == plain[1])
-        self.say(
-            OutcomeRecorded(
-                key=key, job=plain[0], verb=options["verb"], result=options["result"], detail=options.get("detail", "")
-            ),
-            "actuator",
-            plain[0],
-        )
+        nodes = tuple(options["nodes"].split(",")) if "nodes" in options else ()
+        self.outcome(self.intents[key], options["result"], nodes, options.get("detail", ""))
+
+    def _bytes(self, plain: list[str], options: dict[str, str]) -> None:
+        """Anything, anywhere: `bytes <subject> <data>`."""
+        self.put(plain[0], " ".join(plain[1:]).encode())
 
 
 def place(text: str) -> Place:
