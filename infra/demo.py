@@ -19,7 +19,7 @@ import yaml
 from events import subjects
 from events.clock import NS
 from events.job import JobDeclared, Place
-from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE
+from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, LogError
 from infra.bus import BusClient
 from infra.clock import wall_ns
 from infra.home import Home
@@ -135,10 +135,12 @@ class Demo:
             ):
                 await fault()
             await self._finish()
-            self.ended_ns = wall_ns()
-            self.say("recording")
-            await self._record(nc)
         finally:
+            self.ended_ns = wall_ns()
+            if nc is not None and self.began_ns:
+                self.say("recording")
+                with contextlib.suppress(LogError):
+                    await self._record(nc)
             for task in readers:
                 task.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
@@ -299,6 +301,8 @@ class Demo:
             self._fill(score, stories[0], step_before)
         score.missed = self._judge(stories, over, rung, nodes)
         self._close(score)
+        if not over:
+            raise DemoFailed(f"{score.fault}: {score.missed}; the job is not back, so the rest was not tried")
 
     def _fill(self, score: Score, story: IncidentStory, step_before: int) -> None:
         def since(ns: int) -> float | None:

@@ -36,7 +36,10 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
     """What evicting `place` after the evictions `also` (of the same job, not yet in the log) would break, if anything."""
     rules = fleet.policy.budget
     new = tuple(Eviction(fleet.now_ns, job.name, p.node, p.rack) for p in also)
-    everyone = {p.node: p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)}.values()
+    # Evicted machines still count: a denominator that shrank with each eviction would tighten the budget as it is spent.
+    everyone = {
+        p.node: p for j in fleet.jobs.values() for p in (*j.declared.nodes, *j.declared.standbys, *j.places, *j.standbys)
+    }.values()
     scopes: list[tuple[str, str, Budget, int, Callable[[Eviction], bool]]] = [
         ("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name),
         ("fleet", "", rules.fleet, len(everyone), lambda e: True),

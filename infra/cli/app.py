@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from infra.cli import demo_command, operate, operator, reading, setup
-from infra.cli.common import SAID, WRONG_USE, clean, errors
+from infra.cli.common import FINE, SAID, WRONG_USE, clean, errors
 
 app = typer.Typer(
     name="keepstep",
@@ -30,7 +30,7 @@ for module in (demo_command, operate, operator, reading, setup):
 def main() -> None:
     """Runs the command line. Errors come out as one sentence: 0 fine, 1 found something, 2 wrong use or cannot be done."""
     try:
-        app(prog_name="keepstep", standalone_mode=False)
+        sys.exit(app(prog_name="keepstep", standalone_mode=False) or FINE)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except TyperException as error:
