@@ -41,13 +41,18 @@ TELL_AFTER_S = 0.05
 UNTOLD_S = 30.0
 
 
-def start_time(pid: int) -> int:
+def stat_field(pid: int, number: int) -> int:
+    """A field of /proc/PID/stat, counted from 1; 0: no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             raw = file.read(4096)
-        return int(raw[raw.rfind(b")") + 2 :].split()[19])
+        return int(raw[raw.rfind(b")") + 2 :].split()[number - 3])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def start_time(pid: int) -> int:
+    return stat_field(pid, 22)
 
 
 def children() -> list[int]:
@@ -57,17 +62,7 @@ def children() -> list[int]:
         with open(f"/proc/{me}/task/{me}/children", "rb") as file:
             return [int(word) for word in file.read().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/stat", "rb") as file:
-                        raw = file.read(4096)
-                    if int(raw[raw.rfind(b")") + 2 :].split()[1]) == me:
-                        found.append(int(name))
-                except (OSError, ValueError, IndexError):
-                    pass
-        return found
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and stat_field(int(name), 4) == me]
 
 
 def may_renice() -> bool:
