@@ -24,7 +24,6 @@ from infra.clock import new_event_id, wall_ns
 from infra.faust_transport import topics
 from infra.faust_transport.appends import Append
 from infra.partition_state import PartitionState, split_key
-from infra.streams import api
 from processors.detector import Detector
 
 log = logging.getLogger("keepstep.detector")
@@ -90,6 +89,7 @@ class DetectorHost:
         if out:
             await self.app.transport.appender.append(out, still=lambda: self.app.consumer.holds(partition))
         self.records += len(frame)
+        frame.clear()  # only its acknowledgement is wanted from here on
         part.unstored.append(event)
         while len(part.unstored) >= UNSTORED_FRAMES_MAX and not self._closed:
             self._stored.clear()
@@ -109,12 +109,11 @@ class DetectorHost:
             if partition in stored:
                 stored[partition].append((key, value))
         stream = topics.stream_of(self.topic)
-        answer = await api(self.app.transport.nc, f"STREAM.INFO.{stream}")
-        last_sequence = answer.get("state", {}).get("last_seq")
+        last_sequence = await self.app.transport.last_sequence(self.topic)
         for partition in assigned:
             state = PartitionState(self.detector, partition, stream)
             state.restore(stored[partition])
-            if last_sequence is not None and state.clamp(last_sequence):
+            if state.clamp(last_sequence):
                 log.warning(
                     "partition %d: %s ends at %d, before what was folded: the broker lost history",
                     partition,

@@ -16,24 +16,25 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from events.ports import LogError
+from events import subjects
+from events.job import CatalogueAdopted
+from events.ports import LEDGER, LogError
+from events.registry import Malformed, parse
 from infra.bus import BusClient, connect
 from infra.detector_host import DetectorHost
 from infra.embedded import EmbeddedError
 from infra.faust_transport import FrameSchema, NatsApp, NatsSettings, quiet_faust
 from infra.home import Address, Home
+from infra.jetstream import JetStreamLog
 from infra.partition_state import UnreadableState
 from processors.detector import Detector
 
 log = logging.getLogger("keepstep.detector")
 
-#: By name on the command line: module and class (imported when wanted), topic. Names of tables and groups are given by hand.
-DETECTORS: Mapping[str, tuple[str, str]] = {
-    "node": ("processors.node_health", "NodeDetector"),
-    "job": ("processors.job_health", "JobDetector"),
-}
+#: Names of topics, tables and groups follow from these, given by hand.
+DETECTORS = ("job", "node")
 STOP_S_MAX = 10.0
 
 
@@ -58,11 +59,28 @@ class WorkerSettings:
         if not 0.01 <= self.state_interval_s <= 3600:
             raise ValueError(f"state is stored each {self.state_interval_s} s: choose 0.01 to 3600")
 
+    async def dial(self) -> BusClient:
+        if self.connect is not None:
+            return await self.connect()
+        return await connect(self.url, self.options, name=f"keepstep-detector-{self.worker}")
 
-def load_detector(name: str) -> Detector[Any]:
-    module, attribute = DETECTORS[name]
-    detector: Detector[Any] = getattr(import_module(module), attribute)()
-    return detector
+
+async def load_detector(which: str, nc: BusClient) -> Detector[Any]:
+    """The detector of that name; the node's judges by the catalogue that is adopted in LEDGER, else by the one that is shipped."""
+    if which == "job":
+        return cast("Detector[Any]", import_module("processors.job_health").JobDetector())
+    text = ""
+    subject = subjects.ledger(subjects.FLEET, "operator", CatalogueAdopted.kind())
+    ledger = JetStreamLog(nc, LEDGER)
+    last = await ledger.last_sequence(subject)
+    async for record in ledger.read(after=max(0, last - 1), subjects=(subject,)):
+        with contextlib.suppress(Malformed):
+            text = getattr(parse(record.data).data, "text", text)
+    if not text:
+        text = (Path(__file__).resolve().parent.parent / "schemas" / "catalogue.yaml").read_text(encoding="utf-8")
+    return cast(
+        "Detector[Any]", import_module("processors.node_health").NodeDetector(import_module("processors.catalogue").parse(text))
+    )
 
 
 def code_version() -> str:
@@ -75,19 +93,15 @@ def code_version() -> str:
 class Worker:
     """One run of a worker inside a running event loop."""
 
-    def __init__(self, settings: WorkerSettings, detector: Detector[Any] | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, detector: Detector[Any]) -> None:
         which = settings.detector
         topic_name = f"telemetry_{which}"
-
-        async def dial() -> BusClient:
-            return await connect(settings.url, settings.options, name=f"keepstep-detector-{settings.worker}")
-
         self.app = NatsApp(
             url=settings.url,
             nats=NatsSettings(
                 group=f"detector-{which}",
                 worker=settings.worker,
-                connect=settings.connect or dial,
+                connect=settings.dial,
                 frame_records_max=settings.frame_records_max,
                 patience_s=settings.patience_s,
             ),
@@ -109,7 +123,7 @@ class Worker:
         self.host = DetectorHost(
             self.app,
             table,
-            detector or load_detector(which),
+            detector,
             topic=topic_name,
             state_interval_s=settings.state_interval_s,
             code_version=code_version(),
@@ -169,12 +183,18 @@ async def run_detector_worker(
     """Runs until `stop` is set or the task is cancelled (state and offsets stored, leases given back), or raises what ended it:
     a processor's exception, LogUnavailable, LogError, UnreadableState."""
     quiet_faust()
+    if detector is None:
+        nc = await settings.dial()
+        try:
+            detector = await load_detector(settings.detector, nc)
+        finally:
+            await nc.close()
     await Worker(settings, detector).run(stop or asyncio.Event())
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.detector_worker", description=__doc__)
-    parser.add_argument("--detector", required=True, choices=sorted(DETECTORS))
+    parser.add_argument("--detector", required=True, choices=DETECTORS)
     parser.add_argument("--worker", required=True, metavar="NAME", help="unique among this detector's workers")
     parser.add_argument("--home", type=Path, help="the installation whose embedded bus is read")
     parser.add_argument("--url", default="", help="a bus elsewhere, nats://host:port")

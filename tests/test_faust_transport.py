@@ -14,12 +14,15 @@ from faust.types import TP
 
 from events import subjects
 from events.incident import DetectorStarted
-from events.ports import DEADLETTER, LEDGER, StaleWriter
+from events.ports import DEADLETTER, LEDGER, LogError, LogUnavailable, StaleWriter
 from events.registry import parse
+from infra.bus import connect
+from infra.detector_worker import Worker, WorkerSettings
 from infra.faust_transport import topics
 from infra.faust_transport.appends import Append, Appender
 from infra.faust_transport.fences import Fences
 from infra.publisher import Publisher
+from infra.streams import ensure_streams
 from tests.faust_workers import (
     POISON,
     Counter,
@@ -106,7 +109,7 @@ async def test_two_workers_share_and_one_that_leaves_is_taken_over_from(bus: Bus
 
 
 async def test_one_of_two_is_killed_under_load_and_nothing_is_lost(bus: Bus, tmp_path: Path) -> None:
-    with Process(bus, tmp_path, "a") as a, Process(bus, tmp_path, "b"):
+    with Process(bus, tmp_path, "a") as a, Process(bus, tmp_path, "b") as b:
 
         async def both() -> bool:
             held = list((await holders(bus)).values())
@@ -119,6 +122,10 @@ async def test_one_of_two_is_killed_under_load_and_nothing_is_lost(bus: Bus, tmp
         await load
         await until(lambda: all_claimed(bus))
         assert set((await holders(bus)).values()) == {"b"}
+        b.process.send_signal(signal.SIGTERM)
+        await until(lambda: b.process.poll() is not None)
+        assert b.process.returncode == 0, b.log.read_text()
+        assert await holders(bus) == {}, "leases are given back"
     assert by_key(await claimed(bus)) == await expected(bus)
 
 
@@ -238,3 +245,56 @@ async def test_a_bus_that_goes_and_comes_back_loses_nothing(bus: Bus) -> None:
         await beat(bus, NODES, 10, first=10)
         await until(lambda: all_claimed(bus))
     assert by_key(await claimed(bus)) == await expected(bus)
+
+
+async def test_a_worker_that_comes_back_takes_up_its_own_leases_at_once(tmp_path: Path) -> None:
+    async with real_bus(tmp_path, lease_ttl_s=120.0) as bus:
+        with Process(bus, tmp_path, "a") as first:
+            await beat(bus, NODES, 5)
+            await until(lambda: all_claimed(bus))
+            first.process.kill()
+            first.process.wait()
+        await beat(bus, NODES, 5, first=5)
+        with Process(bus, tmp_path, "a"):
+            await until(lambda: all_claimed(bus))
+        assert by_key(await claimed(bus)) == await expected(bus)
+
+
+async def test_a_cancelled_worker_stores_what_it_folded_and_gives_its_leases_back(bus: Bus) -> None:
+    await beat(bus, NODES, 5)
+    task = asyncio.create_task(worker(bus, "w1", state_interval_s=60.0).run(asyncio.Event()))
+    await until(lambda: all_claimed(bus))
+    assert not [r for r in await records(bus, "KS_CHANGELOG_NODE") if "=" in r.subject]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 30)
+    assert len([r for r in await records(bus, "KS_CHANGELOG_NODE") if "=" in r.subject]) == len(NODES)
+    assert await holders(bus) == {}
+
+
+async def test_telemetry_that_was_lost_and_begins_again_is_read_from_there(bus: Bus) -> None:
+    await beat(bus, NODES, 10)
+    async with Running(worker(bus, "w1")):
+        await until(lambda: all_claimed(bus))
+    before = len(await claimed(bus))
+    await bus.admin.jetstream().delete_stream("TELEMETRY_NODE")
+    await ensure_streams(bus.admin)
+    await beat(bus, NODES, 1, first=1000)
+    async with Running(worker(bus, "w1")) as running:
+        await until(lambda: bool(running.worker.host.records))
+        await beat(bus, NODES, 2, first=1001)
+        await until(lambda: _some(bus, before + 2 * len(NODES)))
+        assert not (running.task and running.task.done())
+
+
+async def test_a_bus_without_its_streams_is_said_in_a_sentence(tmp_path: Path) -> None:
+    async with real_bus(tmp_path) as bus:
+        await bus.admin.jetstream().delete_stream("KS_CHANGELOG_NODE")
+        with pytest.raises(LogError, match="no stream KS_CHANGELOG_NODE"):
+            await asyncio.wait_for(worker(bus, "w1").run(asyncio.Event()), 60)
+
+
+async def test_a_bus_out_of_reach_is_said_in_a_sentence() -> None:
+    settings = WorkerSettings("node", "w1", connect=lambda: connect("nats://127.0.0.1:1", wait_s=0.5))
+    with pytest.raises(LogUnavailable, match="out of reach"):
+        await asyncio.wait_for(Worker(settings, Counter()).run(asyncio.Event()), 60)

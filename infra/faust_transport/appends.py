@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
@@ -137,7 +138,7 @@ class Appender:
         if batch is None or at not in batch.left:
             return
         try:
-            answer = json.loads(data) if data else {"error": {"code": 503}}
+            answer: Any = json.loads(data) if data else {"error": {"code": 503}}
             error = answer.get("error")
         except (ValueError, AttributeError):
             error = {"code": 503}

@@ -245,7 +245,10 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
 
     async def seek_to_committed(self) -> dict[TP, int]:
         """Of telemetry only: a changelog's place is recovery's to say."""
-        offsets = {tp: self.transport.fences.committed(tp) for tp in self._assigned if topics.is_source(tp.topic)}
+        sources = {tp for tp in self._assigned if topics.is_source(tp.topic)}
+        ends = {topic: await self.transport.last_sequence(topic) for topic in {tp.topic for tp in sources}}
+        committed = self.transport.fences.committed
+        offsets = {tp: min(committed(tp), ends[tp.topic] + 1) for tp in sources}  # a broker may have lost its end
         for tp, offset in offsets.items():
             await self._seek(tp, offset)
         return offsets

@@ -75,6 +75,12 @@ class Transport(BaseTransport):  # type: ignore[misc]
         )
 
     async def check(self, topic: str) -> None:
+        """Raises LogError if the topic's stream is not there."""
+        await self.last_sequence(topic)
+
+    async def last_sequence(self, topic: str) -> int:
+        """Of the topic's whole stream."""
         answer = await api(self.nc, f"STREAM.INFO.{topics.stream_of(topic)}")
         if "error" in answer:
             raise LogError(f"the bus has no stream {topics.stream_of(topic)}; make the streams with `keepstep up`")
+        return int(answer["state"]["last_seq"])
