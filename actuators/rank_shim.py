@@ -13,7 +13,7 @@ everything else is upgraded. It answers on FOLDER/control.sock in JSON lines:
 Its end is the socket's end: by then nothing that the worker started is left, set-sid grandchildren included (it is their
 subreaper), and exit.json is written. Specification: `parked` (argv of a parked worker, which gets `--control-fd N`; null: the
 worker is the command of the `go` itself), `environment`, `directory`, `boot_id`, `log_bytes_max`, `secrets` (values that the kept
-tail of stderr must not show), `quiet` (park at the lowest priority), `idle_s` (a parked slot without an agent ends after it).
+tail of stderr must not show), `quiet` (park at a low priority), `idle_s` (a parked slot without an agent ends after it).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ PR_SET_CHILD_SUBREAPER = 36
 TELL_AFTER_S = 0.05
 #: A shim that no agent talks to before it has a worker ends itself.
 UNTOLD_S = 30.0
+#: A parked worker that is not warm by then has met a busy machine, where a low priority starves it.
+QUIET_S, QUIET_NICE = 5.0, 10
 
 
 def stat_field(pid: int, number: int) -> int:
@@ -143,6 +145,7 @@ class Shim:
         self.control: socket.socket | None = None
         self.to_worker = bytearray()
         self.niced = False
+        self.quiet_until: float | None = None
         self.idle_since = time.monotonic()
         limit = int(spec.get("log_bytes_max", 8 << 20))
         self.stdout, self.stderr = Ring("stdout.log", limit), Ring("stderr.log", limit)
@@ -170,7 +173,9 @@ class Shim:
             self.control.setblocking(False)
             argv = [*argv, "--control-fd", str(inner.fileno())]
             self.poll.register(self.control.fileno(), select.POLLIN)
-        self.niced = bool(control and self.spec.get("quiet")) and may_renice()
+        if control and self.spec.get("quiet"):
+            self.quiet_until = time.monotonic() + QUIET_S
+            self.niced = may_renice()
         self.pid = os.fork()
         if self.pid == 0:
             self._become(argv, environment, directory, pipes, inner)
@@ -200,10 +205,10 @@ class Shim:
             os.dup2(pipes[1][1], 2)
             if inner is not None:
                 os.set_inheritable(inner.fileno(), True)
-            if self.spec.get("quiet") and inner is not None:
-                autogroup(os.getpid(), 19)
+            if self.quiet_until is not None:
+                autogroup(os.getpid(), QUIET_NICE)
                 if self.niced:
-                    os.setpriority(os.PRIO_PROCESS, 0, 19)
+                    os.setpriority(os.PRIO_PROCESS, 0, QUIET_NICE)
             if directory:
                 os.chdir(directory)
             os.execvpe(argv[0], argv, environment)
@@ -222,13 +227,7 @@ class Shim:
         directory = str(asked.get("directory", ""))
         if self.spec.get("parked"):
             self.park()
-            if self.niced:
-                try:
-                    os.setpriority(os.PRIO_PGRP, self.pid, os.getpriority(os.PRIO_PROCESS, 0))
-                except OSError:
-                    pass
-            if self.spec.get("quiet"):
-                autogroup(self.pid, 0)
+            self.hurry()
             line = {"go": {"env": environment, "argv": argv, "cwd": directory}}
             self.to_worker += json.dumps(line).encode() + b"\n"
             self.flush_control()
@@ -236,6 +235,16 @@ class Shim:
             self.spawn(argv, environment, directory, control=False)
         self.phase = "running"
         return {"ok": True, "pid": self.pid, "start_time": self.start_time, "warm": self.ready}
+
+    def hurry(self) -> None:
+        """Ends a parked worker's low priority, for all of its group."""
+        if self.quiet_until is not None:
+            self.quiet_until = None
+            autogroup(self.pid, 0)
+            try:
+                os.setpriority(os.PRIO_PGRP, self.pid, os.getpriority(os.PRIO_PROCESS, 0))
+            except OSError:
+                pass
 
     def flush_control(self) -> None:
         if self.control is None:
@@ -264,6 +273,7 @@ class Shim:
             self.control = None
         elif b'"parked"' in data and not self.ready and self.phase == "parked":
             self.ready = True
+            self.hurry()  # it waits now, at no cost; a start finds it as it should be
             self.tell({"event": "ready"})
 
     # Ends
@@ -454,7 +464,9 @@ class Shim:
             elif self.kill_at is not None:
                 timeout_ms = max(0, int((self.kill_at - time.monotonic()) * 1000) + 1)
             else:
-                timeout_ms = 10_000
+                timeout_ms = 10_000 if self.quiet_until is None else 1000
+            if self.quiet_until is not None and time.monotonic() > self.quiet_until:
+                self.hurry()
             if self.ended is not None and not children():
                 timeout_ms = 0
             for fd, event in self.poll.poll(timeout_ms):

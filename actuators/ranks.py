@@ -328,7 +328,7 @@ class RankHost:
             self._refills[job] = asyncio.create_task(self._refill(job), name=f"park for {job}")
 
     async def _refill(self, job: str) -> None:
-        """Parks what is wanted and missing, at the lowest priority. Gives up after a few failures in a row."""
+        """Parks what is wanted and missing, at a low priority. Gives up after a few failures in a row."""
         while not self._closing:
             mark = self._memory.job(job)
             plan = mark.plan

@@ -82,7 +82,7 @@ class SlotSet:
         return slot
 
     async def make(self, job: str, plan: Plan, *, parked: bool) -> Slot:
-        """A slot with its shim, and with `parked` its worker warming up at the lowest priority. Raises SlotFailed."""
+        """A slot with its shim, and with `parked` its worker warming up at a low priority. Raises SlotFailed."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"  # sorts by age
         slot = self._slot(self.folder / name, SlotRecord(name, job, self.boot_id, plan.digest, parked))
         form = parked_form(plan.command) if parked else None
