@@ -111,6 +111,8 @@ class LiveDecider:
         self.caught_up = asyncio.Event()
         #: Inputs whose recorded decisions this version would not have made.
         self.diverged = 0
+        #: The last LEDGER sequence that was taken in and answered.
+        self.position = 0
         self._last_own = 0
         self._started = 0
         self._unread = 0
@@ -125,6 +127,7 @@ class LiveDecider:
                 self._started = await self._announce()
                 async for record in records:
                     await self._take(record, recorded)
+                    self.position = record.sequence
         finally:
             await recorded.close()
 

@@ -36,21 +36,20 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
     """What evicting `place` after the evictions `also` (of the same job, not yet in the log) would break, if anything."""
     rules = fleet.policy.budget
     new = tuple(Eviction(fleet.now_ns, job.name, p.node, p.rack) for p in also)
-    # Evicted machines still count: a denominator that shrank with each eviction would tighten the budget as it is spent.
-    everyone = {
-        p.node: p for j in fleet.jobs.values() for p in (*j.declared.nodes, *j.declared.standbys, *j.places, *j.standbys)
-    }.values()
-    scopes: list[tuple[str, str, Budget, int, Callable[[Eviction], bool]]] = [
-        ("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name),
-        ("fleet", "", rules.fleet, len(everyone), lambda e: True),
-    ]
-    if place.rack:
-        in_rack = sum(1 for p in everyone if p.rack == place.rack)
-        scopes.append(("rack", place.rack, rules.rack, in_rack, lambda e: e.rack == place.rack))
-    for scope, name, budget, machines, of_scope in scopes:
+    evictions = (*fleet.evictions, *new)
+
+    def over(scope: str, name: str, budget: Budget, machines: int, of_scope: Callable[[Eviction], bool]) -> Over | None:
         since = fleet.now_ns - int(budget.window_s * NS)
-        spent = sum(1 for e in (*fleet.evictions, *new) if e.at_ns > since and of_scope(e))
+        spent = sum(1 for e in evictions if e.at_ns > since and of_scope(e))
         limit = allowed(budget, machines)
-        if spent >= limit:
-            return Over(scope, name, spent, limit, budget.window_s)
-    return None
+        return Over(scope, name, spent, limit, budget.window_s) if spent >= limit else None
+
+    found = over("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name)
+    if found is not None:
+        return found
+    everyone = {p.node: p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)}.values()
+    found = over("fleet", "", rules.fleet, len(everyone), lambda e: True)
+    if found is not None or not place.rack:
+        return found
+    in_rack = sum(1 for p in everyone if p.rack == place.rack)
+    return over("rack", place.rack, rules.rack, in_rack, lambda e: e.rack == place.rack)

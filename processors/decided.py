@@ -20,7 +20,7 @@ from events.decision import (
 )
 from events.envelope import AnyEvent
 from events.job import Place
-from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Trouble, with_incident
+from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Trouble, counted, with_incident
 
 #: The longest window that a policy can give a budget: what is older counts for none.
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
@@ -31,6 +31,7 @@ def _opened(fleet: Fleet, event: AnyEvent, data: IncidentOpened) -> Fleet:
     if job is None:
         return fleet
     incident = Incident(data.incident, data.epoch, data.symptom, event.time, data.first_evidence_ns, data.attempt, data.step)
+    incident = replace(incident, troubled=counted({}, (job.index[node] for node in job.silent if node in job.index)))
     return fleet.put(replace(job, incident=incident, epoch=data.epoch))
 
 
@@ -44,6 +45,7 @@ def _judged(fleet: Fleet, event: AnyEvent, data: EvidenceJudged) -> Fleet:
             return fleet.put(replace(job, unfit={**job.unfit, data.node: data.symptom}))
         return fleet
     trouble = Trouble(data.symptom, data.seen_ns, event.time)
+    new = data.node in job.index and data.node not in job.silent
     if silent and data.verdict in ("attached", "recorded") and data.node in job.index:
         job = replace(job, silent={**job.silent, data.node: trouble})
         fleet = fleet.put(job)
@@ -51,6 +53,8 @@ def _judged(fleet: Fleet, event: AnyEvent, data: EvidenceJudged) -> Fleet:
     if data.verdict != "attached" or incident is None:
         return fleet
     changes: dict[str, Any] = {"last_evidence_ns": event.time}
+    if new and data.node not in incident.named and (silent or data.symptom in NAMING):
+        changes["troubled"] = counted(incident.troubled, (job.index[data.node],))
     if data.symptom in NAMING and data.node and data.node not in incident.named:
         changes["named"] = {**incident.named, data.node: trouble}
     elif data.symptom == "rank_exit" and not _answered_attempt(job, data.attempt):
@@ -178,8 +182,7 @@ def _started(job: Job, data: IntentIssued) -> Job:
     places = tuple(known.get(p.node, Place(node=p.node)) for p in data.places)
     used = {place.node for place in places}
     standbys = tuple(place for place in job.standbys if place.node not in used and place.node not in job.evicted)
-    job = replace(job, places=places, standbys=standbys, attempt=data.attempt, ended=False)
-    job = replace(job, index={place.node: place for place in places})
+    job = replace(job, standbys=standbys, attempt=data.attempt, ended=False).at(places)
     if job.incident is None:
         return job
     # What was settled is settled of the attempt before: new trouble is looked at anew.

@@ -90,7 +90,7 @@ def _catalogue(fleet: Fleet, event: AnyEvent, data: CatalogueAdopted) -> Fleet:
 def _declared(fleet: Fleet, event: AnyEvent, data: JobDeclared) -> Fleet:
     if _unfit_declaration(fleet, data):
         return fleet
-    job = Job(declared=data, places=data.nodes, standbys=data.standbys, index={p.node: p for p in data.nodes})
+    job = Job(declared=data, places=(), standbys=data.standbys).at(data.nodes)
     known = fleet.jobs.get(data.job)
     if known is not None:
         # A run of the same name after its end: numbers go on, so that nothing of the old one can be taken for the new.

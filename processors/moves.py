@@ -24,7 +24,7 @@ from processors.decisions import (
     still_right,
 )
 from processors.ladder import Situation
-from processors.shared_cause import causes, covered
+from processors.shared_cause import causes, uncovered
 from processors.state import Fleet, Incident, Job
 
 Rule = Callable[[Fleet, Job, Base], list[Fact]]
@@ -131,11 +131,12 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     settled, waits = "shared_window" in incident.due, False
     for situation, troubled in suspects:
         spent: set[str] = set()
-        for node in troubled:
-            if node not in job.index or node in job.evicted or node in incident.answered or covered(job, incident, node):
+        for place in uncovered(job, incident, troubled):
+            node = place.node
+            if node in job.evicted or node in incident.answered:
                 continue
             # Silence, or what goes beyond a budget or the standbys, may be of many: whether it is shared shows within a moment.
-            if not settled and (situation is Situation.SILENT or job.index[node].rack in spent):
+            if not settled and (situation is Situation.SILENT or place.rack in spent):
                 waits = True
                 continue
             facts = evict(fleet, job, incident, base, situation, node)
@@ -145,7 +146,7 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
             over = over_for(fleet, job, incident, node)
             if over is None or over.scope != "rack":
                 break  # as it would be of the others
-            spent.add(job.index[node].rack)
+            spent.add(place.rack)
     return [_settling(fleet, job, incident, base)] if waits and "shared_window" not in incident.timers else []
 
 

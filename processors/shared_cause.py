@@ -3,11 +3,13 @@ evicted for it (DESIGN section 7; NVSentinel issue 1710: 77 nodes in 11 racks fl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from events.clock import NS
-from processors.state import Fleet, Incident, Job, Trouble
+from events.job import Place
+from processors.policy import SharedCauses
+from processors.state import Fleet, Incident, Job, Scope, Trouble, scopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,49 +24,52 @@ class Cause:
 def causes(fleet: Fleet, job: Job, incident: Incident) -> list[Cause]:
     """The shared causes that the incident's present evidence shows and that are not named yet, in the order of the places."""
     rules = fleet.policy.shared_causes
+    if not _any_due(rules, job, incident):
+        return []
     since = fleet.now_ns - int(rules.window_s * NS)
     troubled: dict[str, Trouble] = {}
     for trouble in (incident.named, job.silent):
         for node, what in trouble.items():
             if what.learnt_ns >= since and node in job.index:
                 troubled[node] = what
-    if len(troubled) < rules.nodes_min:
-        return []
-    found: list[Cause] = []
-    for scope in ("rack", "switch"):
-        bad: dict[str, int] = {}
-        symptoms: dict[str, str] = {}
-        for node, what in troubled.items():
-            name = getattr(job.index[node], scope)
-            if name:
-                bad[name] = bad.get(name, 0) + 1
-                symptoms.setdefault(name, what.symptom)
-        if not any(count >= rules.nodes_min and (scope, name) not in incident.shared for name, count in bad.items()):
-            continue
-        size = _sizes(job, scope)
-        for name, count in bad.items():
-            if count >= rules.nodes_min and count >= rules.share_min * size[name] and (scope, name) not in incident.shared:
-                found.append(Cause(scope, name, count, size[name], symptoms[name]))
-    whole = len(job.places)
-    if ("fleet", "") not in incident.shared and len(troubled) >= max(rules.nodes_min, rules.fleet_share * whole):
-        found.append(Cause("fleet", "", len(troubled), whole, next(iter(troubled.values())).symptom))
-    return found
+    bad: dict[Scope, int] = {}
+    symptoms: dict[Scope, str] = {}
+    for node, what in troubled.items():
+        for scope in scopes(job.index[node]):
+            bad[scope] = bad.get(scope, 0) + 1
+            symptoms.setdefault(scope, what.symptom)
+    return [
+        Cause(*scope, count, job.sizes[scope], symptoms[scope])
+        for scope, count in sorted(bad.items(), key=_rank_of)
+        if scope not in incident.shared and count >= _needed(rules, job, scope)
+    ]
 
 
-def _sizes(job: Job, scope: str) -> Mapping[str, int]:
-    size: dict[str, int] = {}
-    for place in job.places:
-        size[getattr(place, scope)] = size.get(getattr(place, scope), 0) + 1
-    return size
+def _rank_of(item: tuple[Scope, int]) -> int:
+    """Racks, then switches, then the whole; each in the order of the places (sorting keeps it)."""
+    return ("rack", "switch", "fleet").index(item[0][0])
 
 
-def covered(job: Job, incident: Incident, node: str) -> bool:
-    """Whether a node's trouble is explained by a shared cause that is named."""
-    if not incident.shared:
-        return False
-    place = job.index[node]
-    return (
-        ("fleet", "") in incident.shared
-        or bool(place.rack and ("rack", place.rack) in incident.shared)
-        or bool(place.switch and ("switch", place.switch) in incident.shared)
+def _any_due(rules: SharedCauses, job: Job, incident: Incident) -> bool:
+    """Whether a count may be due: what was ever in trouble bounds what is now."""
+    return any(
+        count >= rules.nodes_min and scope not in incident.shared and count >= _needed(rules, job, scope)
+        for scope, count in incident.troubled.items()
     )
+
+
+def _needed(rules: SharedCauses, job: Job, scope: Scope) -> float:
+    share = rules.fleet_share if scope[0] == "fleet" else rules.share_min
+    return max(rules.nodes_min, share * job.sizes.get(scope, 0))
+
+
+def uncovered(job: Job, incident: Incident, nodes: Iterable[str]) -> Iterator[Place]:
+    """The places, of these nodes, whose trouble is not explained by a shared cause that is named."""
+    racks = {name for scope, name in incident.shared if scope == "rack"}
+    switches = {name for scope, name in incident.shared if scope == "switch"}
+    if ("fleet", "") in incident.shared:
+        return
+    for node in nodes:
+        place = job.index.get(node)
+        if place is not None and place.rack not in racks and place.switch not in switches:
+            yield place

@@ -3,7 +3,7 @@ processors.decided (its own decisions) say how they change. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,29 @@ from processors.policy import Policy
 
 #: High-confidence symptoms that name a machine (ByteRobust section 4.1: skip the diagnostics).
 NAMING = frozenset({"gpu_unavailable", "os_kernel_panic", "disk_fault"})
+
+
+#: What machines have in common: ("rack", name), ("switch", name) or ("fleet", "").
+Scope = tuple[str, str]
+
+
+def scopes(place: Place) -> list[Scope]:
+    """What a machine shares with others."""
+    found = [("fleet", "")]
+    if place.rack:
+        found.append(("rack", place.rack))
+    if place.switch:
+        found.append(("switch", place.switch))
+    return found
+
+
+def counted(counts: Mapping[Scope, int], places: Iterable[Place]) -> Mapping[Scope, int]:
+    """The counts with these places added."""
+    more = dict(counts)
+    for place in places:
+        for scope in scopes(place):
+            more[scope] = more.get(scope, 0) + 1
+    return more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +62,9 @@ class Incident:
     step: int = -1
     named: Mapping[str, Trouble] = field(default_factory=dict)
     answered: Mapping[str, str] = field(default_factory=dict)
-    shared: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: Machines in trouble at any time, by what they share; and the shared causes that were named.
+    troubled: Mapping[Scope, int] = field(default_factory=dict)
+    shared: Mapping[Scope, int] = field(default_factory=dict)
     crash: bool = False
     crashed: bool = False
     root: bool = False
@@ -116,12 +141,17 @@ class Job:
     last_step: int = -1
     #: The step that the current attempt was restored at.
     last_restored: int = -1
-    #: Places by node.
+    #: Of the places: each by its node, and how many share what.
     index: Mapping[str, Place] = field(default_factory=dict)
+    sizes: Mapping[Scope, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.declared.job
+
+    def at(self, places: tuple[Place, ...]) -> Job:
+        """The job on these machines."""
+        return replace(self, places=places, index={place.node: place for place in places}, sizes=counted({}, places))
 
     @property
     def quiet(self) -> bool:
