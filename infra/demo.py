@@ -97,7 +97,8 @@ class Demo:
     finished: bool = False
     recording: Path = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _pids: dict[int, int] = field(default_factory=dict)
+    _nc: BusClient | None = None
+    _readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.recording = self.home.path / "recording"
@@ -113,41 +114,44 @@ class Demo:
     # -- the whole ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Raises DemoFailed, and whatever the pipeline says when it does not start. `scores` holds what was reached."""
+        """The whole story. Raises DemoFailed, and whatever the pipeline says when it does not start. `scores` holds what was reached.
+        `close` must be awaited afterwards, however this ended."""
         (self.home.path / "kernel").mkdir(parents=True, exist_ok=True)
         for node in (*NODES, *STANDBYS):
             (self.home.path / "kernel" / f"{node}.log").touch()
-        nc: BusClient | None = None
-        readers: list[asyncio.Task[None]] = []
-        try:
-            await self.pipeline.start()
-            nc = await self.pipeline.address.connect("operator")
-            readers = [asyncio.create_task(self._read(nc, stream)) for stream in (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB)]
-            await self._start_job(nc)
-            for fault in (
-                self._rank_killed,
-                self._echo_storm,
-                self._gpu_lost,
-                self._agent_killed,
-                self._flood,
-                self._node_dead,
-                self._rank_stopped,
-            ):
-                await fault()
-            await self._finish()
-        finally:
-            self.ended_ns = wall_ns()
-            if nc is not None and self.began_ns:
-                self.say("recording")
-                with contextlib.suppress(LogError):
-                    await self._record(nc)
-            for task in readers:
-                task.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-            if nc is not None:
-                await nc.close()
-            await self._end_ranks()
-            await self.pipeline.stop()
+        await self.pipeline.start()
+        self._nc = nc = await self.pipeline.address.connect("operator")
+        self._readers = [asyncio.create_task(self._read(nc, stream)) for stream in (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB)]
+        await self._start_job(nc)
+        for fault in (
+            self._rank_killed,
+            self._echo_storm,
+            self._gpu_lost,
+            self._agent_killed,
+            self._flood,
+            self._node_dead,
+            self._rank_stopped,
+        ):
+            await fault()
+        await self._finish()
+
+    async def close(self) -> None:
+        """Records what there is, and ends all that was started: no process of this demo's outlives it."""
+        self.ended_ns = wall_ns()
+        if self._nc is not None and self.began_ns:
+            self.say("recording")
+            with contextlib.suppress(LogError):
+                await self._record(self._nc)
+        for task in self._readers:
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        if self._nc is not None:
+            await self._nc.close()
+        self.say("stopping")
+        agents = [name for name in self.pipeline.supervisor.children if name.startswith("agent-")]
+        await asyncio.gather(*(self.pipeline.supervisor.stop(name) for name in agents))
+        await self._end_ranks()
+        await self.pipeline.stop()
 
     def say(self, phase: str) -> None:
         self.phase = phase
@@ -193,7 +197,7 @@ class Demo:
             sys.executable,
             str(script),
             "--steps",
-            "1000000",
+            "6000",
             "--until-file",
             str(self.stop_file),
             "--checkpoint-every",

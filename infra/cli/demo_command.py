@@ -67,10 +67,11 @@ async def play(home: Home, real_kmsg: bool, as_json: bool) -> int:
             except DemoFailed as error:
                 problem = str(error)
     finally:
+        await asyncio.shield(demo.close())
         if live is not None:
             live.stop()
     replayed: dict[str, Any] = {}
-    if not problem:
+    if (demo.recording / f"{LEDGER}.jsonl.zst").exists():
         say("replaying the recording")
         found = await asyncio.to_thread(read_streams, Address(home), demo.recording, (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB))
         ledger = found.pop(LEDGER)
