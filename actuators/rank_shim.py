@@ -196,6 +196,7 @@ class Shim:
     ) -> None:
         try:
             os.setsid()
+            os.umask(USERS_UMASK)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
@@ -497,8 +498,13 @@ class Shim:
                 self.end(0)
 
 
+#: The mask that the agent was started with: ours is narrow for our own files, the rank's files are the user's matter.
+USERS_UMASK = 0o022
+
+
 def main() -> None:
-    os.umask(0o077)
+    global USERS_UMASK
+    USERS_UMASK = os.umask(0o077)
     os.chdir(sys.argv[1])
     spec = json.loads(sys.stdin.buffer.read())
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
