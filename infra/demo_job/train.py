@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import os
 import time
@@ -111,12 +112,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--evaluate-every", type=int, default=50, metavar="STEPS", help="0: never")
     parser.add_argument("--evaluation-batches", type=int, default=2)
-    parser.add_argument("--step-floor", type=float, default=0.12, metavar="SECONDS", help="a faster step waits; an even pace")
+    parser.add_argument("--step-floor", type=float, default=0.15, metavar="SECONDS", help="a faster step waits; an even pace")
     parser.add_argument(
         "--tail", type=float, default=0.3, metavar="SECONDS", help="rank n ends n times this after the last step"
     )
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -138,6 +139,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens_a_step = options.batch * CONTEXT
     start = keepstep.restore(model=model, optimizer=optimizer)
+    gc.freeze()  # what is imported by now stays: no collection looks at it again, the one at the end (over a second) included
 
     for step in range(start, options.steps):
         begun_s = time.monotonic()
