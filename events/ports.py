@@ -79,6 +79,11 @@ class EventLog(Protocol):
         """Durably store one message. Raises StaleWriter, LogUnavailable."""
         ...
 
+    async def append_all(self, messages: Sequence[tuple[str, bytes, str]], *, expect: Expect | None = None) -> int:
+        """Durably stores several (subject, data, message id) in order and returns the last one's sequence: all of them, or, where
+        it raises as `append` does, it may be none or a beginning."""
+        ...
+
     def read(
         self, *, after: int = 0, subjects: Sequence[str] = (), follow: bool = False
     ) -> AsyncIterator[Record]:

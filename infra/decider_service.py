@@ -12,10 +12,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -36,6 +36,8 @@ log = logging.getLogger("keepstep.decider")
 OWN = "ledger.*.decider.*"
 APPEND_TRIES = 240
 APPEND_WAIT_S = 0.25
+#: Inputs that are answered together, and events that are stored together, at most.
+GROUP_MAX = 256
 
 
 class HeldLease(Protocol):
@@ -47,6 +49,44 @@ class HeldLease(Protocol):
 
 class Superseded(RuntimeError):
     """Another decider writes, or the lease is over: this one must stop before it says anything more."""
+
+
+class Said(NamedTuple):
+    """An event to be stored."""
+
+    subject: str
+    event: AnyEvent
+    data: bytes
+
+
+async def together(records: AsyncIterator[Record], most: int) -> AsyncGenerator[list[Record], None]:
+    """Whatever has come meanwhile, in order, up to `most` at once; one alone does not wait for another."""
+    came: asyncio.Queue[Record | None] = asyncio.Queue(most)
+
+    async def read() -> None:
+        try:
+            async for record in records:
+                await came.put(record)
+        except Exception:
+            await came.put(None)
+            raise
+        await came.put(None)
+
+    reading = asyncio.create_task(read())
+    try:
+        while (record := await came.get()) is not None:
+            group = [record]
+            while len(group) < most and not came.empty():
+                if (record := came.get_nowait()) is None:
+                    yield group
+                    await reading
+                    return
+                group.append(record)
+            yield group
+        await reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 class Recorded:
@@ -114,6 +154,8 @@ class LiveDecider:
         #: The last LEDGER sequence that was taken in and answered.
         self.position = 0
         self._last_own = 0
+        #: What follows from inputs taken in, not stored yet.
+        self._owed: list[Said] = []
         self._started = 0
         self._unread = 0
         self._wanted: dict[str, TimerSet] = {}
@@ -125,11 +167,27 @@ class LiveDecider:
         try:
             async with aclosing(self.ledger.read(follow=True)) as records:  # type: ignore[type-var]
                 self._started = await self._announce()
-                async for record in records:
-                    await self._take(record, recorded)
-                    self.position = record.sequence
+                async with aclosing(together(records, GROUP_MAX)) as groups:
+                    async for group in groups:
+                        await self._take_all(group, recorded)
         finally:
             await recorded.close()
+
+    async def _take_all(self, group: Sequence[Record], recorded: Recorded) -> None:
+        """What came together is answered together: in order, input by input, and stored as few batches. The disk is synced once a
+        batch, not once an event (infra/batch.py)."""
+        try:
+            for record in group:
+                await self._take(record, recorded)
+                if len(self._owed) >= GROUP_MAX:
+                    await self._flush()
+        except (Superseded, LogError):
+            raise
+        except Exception:  # a fault of the rules at one input must not keep back what follows from those before it
+            await self._flush()
+            raise
+        await self._flush()
+        self.position = group[-1].sequence
 
     async def _take(self, record: Record, recorded: Recorded) -> None:
         if is_own(record.subject):
@@ -140,6 +198,7 @@ class LiveDecider:
             raise Superseded(f"another decider took over at LEDGER sequence {record.sequence}")
         await self._answer(record, recorded)
         if record.sequence >= self._started and not self.caught_up.is_set():
+            await self._flush()
             if self.diverged:
                 log.warning("%d inputs were decided otherwise than this version would; what is recorded stands", self.diverged)
             await self._keep_timers()
@@ -150,7 +209,7 @@ class LiveDecider:
             worker=self.worker, code_version=self.code_version, read_up_to=self._last_own, ledger_digest=self.decider.digest
         )
         event = make(fact, id=new_event_id(), source="decider", subject=self.worker, time=wall_ns())
-        return await self._append(subjects.ledger(subjects.FLEET, "decider", fact.kind()), event, canonical(event))
+        return await self._store([Said(subjects.ledger(subjects.FLEET, "decider", fact.kind()), event, canonical(event))])
 
     async def _answer(self, record: Record, recorded: Recorded) -> None:
         """An input before our term: what is recorded for it stands, and what its decider still owed is appended. After: all is."""
@@ -163,11 +222,8 @@ class LiveDecider:
                 await self._tell_divergence(record, stands, derived)
         for event in stands:
             self._note(event)
-        for out in derived[len(stands) :] if same else ():
-            await self._append(out.subject, out.event, out.data)
-            self._note(out.event)
-            if isinstance(out.event.data, TimerSet):
-                await self._schedule(out.event.data)
+        if same:
+            self._owed += [Said(out.subject, out.event, out.data) for out in derived[len(stands) :]]
         self._forget(record)
         while self._unread < self.decider.unread_count:
             self._unread += 1
@@ -190,36 +246,57 @@ class LiveDecider:
         async for known in self.ledger.read(after=record.sequence, subjects=(where,)):
             if event_id.encode() in known.data:  # told by an earlier term
                 return
-        await self._append(where, event, canonical(event))
+        await self._flush()
+        await self._store([Said(where, event, canonical(event))])
 
-    async def _append(self, subject: str, event: AnyEvent, data: bytes) -> int:
-        """Appends one event, fenced. A ledger that is away is waited for, up to a minute."""
-        for left in range(APPEND_TRIES, 0, -1):
+    async def _flush(self) -> None:
+        """Appends what follows from the inputs so far; a timer is set once its event is stored."""
+        owed, self._owed = self._owed, []
+        if not owed:
+            return
+        await self._store(owed)
+        for out in owed:
+            self._note(out.event)
+            if isinstance(out.event.data, TimerSet):
+                await self._schedule(out.event.data)
+
+    async def _store(self, outs: Sequence[Said]) -> int:
+        """Appends events, fenced, and returns the last one's sequence. A ledger that is away is waited for, up to a minute."""
+        tries = APPEND_TRIES
+        while True:
             if self.lease is not None and not self.lease.held:
                 raise Superseded("the decider's lease is over")
+            expect = Expect(OWN, self._last_own)
             try:
-                ack = await self.ledger.append(subject, data, message_id=event.id, expect=Expect(OWN, self._last_own))
+                if len(outs) == 1:
+                    one = outs[0]
+                    last = (await self.ledger.append(one.subject, one.data, message_id=one.event.id, expect=expect)).sequence
+                else:
+                    last = await self.ledger.append_all([(o.subject, o.data, o.event.id) for o in outs], expect=expect)
+                stored = len(outs)
             except StaleWriter as error:
-                found = await self._find(data)
-                if not found:
+                stored, last = await self._found(outs)
+                if not stored:
                     raise Superseded(f"another decider wrote first: {error}") from None
-                self._last_own = found  # an append whose acknowledgement was lost
-                return found
             except LogUnavailable:
-                if left == 1:
+                tries -= 1
+                if not tries:
                     raise
                 await asyncio.sleep(APPEND_WAIT_S)
                 continue
-            self._last_own = max(self._last_own, ack.sequence)
+            self._last_own = max(self._last_own, last)
             if self.on_event is not None:
-                self.on_event(event)
-            return ack.sequence
-        raise LogUnavailable("LEDGER was out of reach for too long")
+                for out in outs[:stored]:
+                    self.on_event(out.event)
+            if stored == len(outs):
+                return last
+            outs = outs[stored:]
 
-    async def _find(self, data: bytes) -> int:
-        """The sequence at which this very event stands as the only one after our last, else 0."""
+    async def _found(self, outs: Sequence[Said]) -> tuple[int, int]:
+        """How many of these stand as the only ones after our last, and the last one's sequence: an append's answer was lost."""
         found = [record async for record in self.ledger.read(after=self._last_own, subjects=(OWN,))]
-        return found[0].sequence if len(found) == 1 and found[0].data == data else 0
+        ours = 0 < len(found) <= len(outs) and all(r.data == o.data for r, o in zip(found, outs, strict=False))
+        return (len(found), found[-1].sequence) if ours else (0, 0)
 
     def _note(self, event: AnyEvent) -> None:
         if isinstance(event.data, TimerSet):

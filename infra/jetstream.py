@@ -24,6 +24,7 @@ from nats.errors import Error as NatsError
 from events.clock import text_of
 from events.ports import Ack, Expect, LogError, LogUnavailable, Record, StaleWriter
 from events.subjects import token
+from infra import batch
 from infra.bus import BusClient, connect, connect_to_store, connect_with_seed, decode_headers, encode_headers, header
 from infra.publisher import Failed, Publisher
 from infra.streams import api
@@ -89,6 +90,46 @@ class JetStreamLog:
             if expect is not None and message_id is not None and (own := await self._own(expect, message_id)):
                 return Ack(own, duplicate=True)
             raise
+
+    async def append_all(self, messages: Sequence[tuple[str, bytes, str]], *, expect: Expect | None = None) -> int:
+        """Batch after batch, each whole or not at all; one by one where the server does not take batches."""
+        last = 0
+        for part in batch.batches([batch.Message(subject, data, {"Nats-Msg-Id": id_}) for subject, data, id_ in messages]):
+            if len(part) > 1:
+                try:
+                    last = await self._append_batch(part, expect)
+                    expect = Expect(expect.subjects, last) if expect else None
+                    continue
+                except batch.NotAtomic:
+                    pass
+            for one in part:
+                ack = await self.append(one.subject, one.data, message_id=one.headers["Nats-Msg-Id"], expect=expect)
+                last = ack.sequence
+                expect = Expect(expect.subjects, max(last, expect.last_sequence)) if expect else None
+        return last
+
+    async def _append_batch(self, part: Sequence[batch.Message], expect: Expect | None) -> int:
+        headers = {"Nats-Expected-Stream": self._stream, **part[0].headers}
+        if expect is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(expect.last_sequence)
+            headers["Nats-Expected-Last-Subject-Sequence-Subject"] = expect.subjects
+        first = batch.Message(part[0].subject, part[0].data, headers)
+        try:
+            return await batch.store(self._nc, self._stream, [first, *part[1:]], self._timeout_s)
+        except StaleWriter:
+            if expect is not None and (last := await self._own_batch(part, expect)):
+                return last
+            raise
+
+    async def _own_batch(self, part: Sequence[batch.Message], expect: Expect) -> int:
+        """The last sequence of this very batch, if it is what came right after the expected one: its answer was lost."""
+        last, left = 0, [one.data for one in part]
+        async with aclosing(self.read(after=expect.last_sequence, subjects=(expect.subjects,))) as records:  # type: ignore[type-var]
+            async for record in records:
+                if not left or record.data != left.pop(0):
+                    return 0
+                last = record.sequence
+        return 0 if left else last
 
     async def _own(self, expect: Expect, message_id: str) -> int:
         """The sequence of this very message, if it is what came right after the expected one: its answer was lost, and the

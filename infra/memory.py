@@ -191,6 +191,14 @@ class MemoryLog:
             if not subjects or any(matches(record.subject, pattern) for pattern in subjects):
                 yield record
 
+    async def append_all(self, messages: Sequence[tuple[str, bytes, str]], *, expect: Expect | None = None) -> int:
+        last = 0
+        for subject, data, message_id in messages:
+            ack = await self.append(subject, data, message_id=message_id, expect=expect)
+            last = ack.sequence
+            expect = Expect(expect.subjects, max(last, expect.last_sequence)) if expect else None
+        return last
+
     async def last_sequence(self, subjects: str = ">") -> int:
         for record in reversed(self.bus._stream(self._stream).records):
             if matches(record.subject, subjects):

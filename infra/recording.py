@@ -272,6 +272,9 @@ class RecordedLog:
     async def append(self, subject: str, data: bytes, **_: object) -> Any:
         raise LogError(f"{self._path} is a recording: it is read, not written")
 
+    async def append_all(self, messages: Sequence[tuple[str, bytes, str]], **_: object) -> int:
+        raise LogError(f"{self._path} is a recording: it is read, not written")
+
     def records(self, *, after: int = 0, subjects: Sequence[str] = ()) -> Iterator[Record]:
         """As `read`, without asyncio."""
         self.losses = []

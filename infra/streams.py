@@ -100,6 +100,7 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
             "subjects": ["ledger.*.*.*"],
             "deny_delete": True,
             "deny_purge": True,
+            "allow_atomic": True,
             "sources": [
                 {
                     "name": TIMERS,

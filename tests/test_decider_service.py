@@ -14,7 +14,7 @@ from events.decision import DeciderStarted, Diverged
 from events.ports import LEDGER, Ack, Expect, LogUnavailable, StaleWriter
 from events.registry import canonical, make, parse
 from infra import decider_service
-from infra.decider_service import LiveDecider, Superseded
+from infra.decider_service import LiveDecider, Said, Superseded
 from infra.memory import MemoryBus, MemoryLog, MemoryTimers
 from processors.decider import is_own, timer_event
 from processors.replay import replay
@@ -176,7 +176,7 @@ async def test_of_two_deciders_the_stale_one_is_refused(path: Path) -> None:
             subject="",
             time=0,
         )
-        await first._append("ledger.gpt.decider.late", event, canonical(event))
+        await first._store([Said("ledger.gpt.decider.late", event, canonical(event))])
     await new.stop()
     assert plain(bus.records(LEDGER)) == plain(story.records)
     holds(bus)
