@@ -16,12 +16,15 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
-from events.ports import LogError, LogUnavailable, StaleWriter
+from events.ports import LEDGER, LogError, LogUnavailable, StaleWriter
+from infra.batch import Message, NotAtomic, batches, store
 from infra.bus import BusClient
 
 IN_FLIGHT_MAX = 512
 ACK_S_MAX = 5.0
 _RETRY_S = 0.2
+#: What is stored as a batch: claims into LEDGER, which syncs the disk each time. Tables are not synced, and have fences.
+_TOGETHER = "ledger."
 _STALE = (10071, 10164)
 _TRANSIENT = (408, 429, 503)
 
@@ -68,9 +71,26 @@ class Appender:
     ) -> list[int]:
         """Stores all and returns their sequences. Raises StaleWriter for an expectation that did not hold, LogUnavailable after
         `patience_s` without any progress, LogError for what will never be taken. `still` false: StaleWriter at once."""
+        done: dict[int, int] = {}
+        into_ledger = [at for at, append in enumerate(appends) if append.subject.startswith(_TOGETHER)]
+        if len(into_ledger) > 1 and still():
+            done.update(zip(into_ledger, await self._together([appends[at] for at in into_ledger]), strict=False))
+        left = [at for at in range(len(appends)) if at not in done]
+        for start in range(0, len(left), in_flight_max):
+            part = left[start : start + in_flight_max]
+            done.update(zip(part, await self._append([appends[at] for at in part], still), strict=True))
+        return [done[at] for at in range(len(appends))]
+
+    async def _together(self, appends: Sequence[Append]) -> list[int]:
+        """As batches, each stored with one sync of the disk. Empty where that did not come to pass: then one by one, and what is
+        stored already is a repeat, known by its id."""
         done: list[int] = []
-        for start in range(0, len(appends), in_flight_max):
-            done += await self._append(appends[start : start + in_flight_max], still)
+        try:
+            for part in batches([Message(a.subject, a.data, a.headers) for a in appends]):
+                last = await store(self._nc, LEDGER, part, ACK_S_MAX)
+                done += range(last - len(part) + 1, last + 1)
+        except (NotAtomic, LogUnavailable, StaleWriter):
+            return []
         return done
 
     async def _append(self, appends: Sequence[Append], still: Callable[[], bool]) -> list[int]:

@@ -20,7 +20,7 @@ from infra.faust_transport.feeds import Feed, Fetched
 from infra.faust_transport.fences import last_of
 from infra.faust_transport.frames import Frame
 
-_IDLE_S = 0.05
+_IDLE_S, _AGAIN_S = 0.05, 0.2
 
 
 class Consumer(BaseConsumer):  # type: ignore[misc]
@@ -62,9 +62,16 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
     async def _renew_leases(self) -> None:
         await self._subscribed.wait()
         leases = self.transport.leases
+        pause_s = leases.renew_s
         while not self.should_stop:
-            await self.sleep(leases.renew_s)
-            await leases.renew()
+            await self.sleep(pause_s)
+            began = self.loop.time()
+            try:
+                renewed = await leases.renew()
+            except LogError as error:
+                self.transport.fail(error)
+                return
+            pause_s = max(_IDLE_S, leases.renew_s - (self.loop.time() - began)) if renewed else _AGAIN_S
 
     @Service.task  # type: ignore[untyped-decorator]
     async def _keep_assignment(self) -> None:
@@ -140,10 +147,13 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
         without a pause in between, so no seek can come between them."""
         deadline = self.loop.time() + timeout
         frame_max = self.app.nats.frame_records_max
+        wanted = sorted(active_partitions if active_partitions is not None else self._assigned)
         while not self.should_stop:
             self._arrived.clear()
             found: dict[TP, list[Fetched]] = {}
-            for tp in sorted(active_partitions if active_partitions is not None else self._assigned):
+            if self._may_grow(wanted, frame_max):
+                await asyncio.sleep(self.app.nats.linger_s)
+            for tp in wanted:
                 feed = self._feeds.get(tp)
                 if feed is None:
                     continue
@@ -164,6 +174,13 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
             except TimeoutError:
                 return {}
         return {}
+
+    def _may_grow(self, wanted: list[TP], frame_max: int) -> bool:
+        """Whether something waits and yet no frame would be full. Changelogs are read through without delay."""
+        if not all(topics.is_source(tp.topic) for tp in wanted):
+            return False
+        most = max((self._feeds[tp].waiting for tp in wanted if tp in self._feeds), default=0)
+        return 0 < most < frame_max
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, Any]]:
         """Unlike Faust's own: what a seek has overtaken is not delivered, and what can't be delivered now is put back."""

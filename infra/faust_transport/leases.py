@@ -130,17 +130,19 @@ class Leases:
             )
         await self._join()
 
-    async def renew(self) -> None:
-        """Prolongs membership and leases. A lease that someone else took is dropped; a bus that is away leaves all to run out."""
+    async def renew(self) -> bool:
+        """Prolongs membership and leases; False if some could not be, so that it is tried again soon. A lease that someone else took
+        is dropped; a bus that is away leaves all to run out."""
         async with self._busy:
             if self._closed:
-                return
-            try:
-                await asyncio.gather(self._join(), *(self._renew(p) for p in list(self._held)))
-            except LogUnavailable:
-                pass
+                return True
+            results = await asyncio.gather(self._join(), *(self._renew(p) for p in list(self._held)), return_exceptions=True)
         for partition in set(self._held) - self.held:
             del self._held[partition]
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, LogUnavailable):
+                raise result
+        return not any(isinstance(result, BaseException) for result in results)
 
     async def poll(self) -> frozenset[int]:
         """Takes free partitions up to the fair share. Returns the ones held beyond it, to be given up with `release`."""

@@ -29,6 +29,8 @@ class NatsSettings:
     partitions: int = PARTITIONS
     frame_records_max: int = 256
     waiting_records_max: int = 1024
+    #: How long a frame that isn't full waits for more: each costs Faust the same, full or not.
+    linger_s: float = 0.02
     leases: str = "LEASES"
     offsets: str = "KS_OFFSETS"
     #: How long a write waits for a bus that is away before the worker gives up.
