@@ -150,7 +150,7 @@ class Demo:
         self.say("stopping")
         agents = [name for name in self.pipeline.supervisor.children if name.startswith("agent-")]
         await asyncio.gather(*(self.pipeline.supervisor.stop(name) for name in agents))
-        await self._end_ranks()
+        await asyncio.to_thread(self.end_ranks)
         await self.pipeline.stop()
 
     def say(self, phase: str) -> None:
@@ -458,8 +458,8 @@ class Demo:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    async def _end_ranks(self) -> None:
-        """What a demo that was interrupted leaves behind: only processes of its own home."""
+    def end_ranks(self) -> None:
+        """Ends the ranks, parked workers and their keepers, which outlive everything else by design: those of this home only."""
         for node in (*NODES, *STANDBYS):
             for process in processes_of(node, str(self.home.node(node))):
                 if process.pid != os.getpid():

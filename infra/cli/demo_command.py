@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 async def play(home: Home, real_kmsg: bool, as_json: bool) -> int:
     demo = Demo(home, real_kmsg)
-    stop = until_signal()
+    stop = until_signal(demo.end_ranks)
     live = (
         Live(console=errors, refresh_per_second=4, get_renderable=lambda: view(demo))
         if errors.is_terminal and not as_json

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -57,13 +58,14 @@ def node_names(count: int, first: int = 0) -> list[str]:
     return [host] if count == 1 and first == 0 else [f"{host}-{i}" for i in range(first, first + count)]
 
 
-def until_signal() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM; a second one ends the process at once."""
+def until_signal(at_once: Callable[[], None] = lambda: None) -> asyncio.Event:
+    """Set at the first SIGINT or SIGTERM; a second one ends the process at once, after `at_once`."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def asked(number: int) -> None:
         if stop.is_set():
+            at_once()
             os._exit(128 + number)
         stop.set()
 
