@@ -56,6 +56,7 @@ class WorkerSettings:
             raise ValueError(f"there is no detector {self.detector[:80]!r}; detectors are {', '.join(DETECTORS)}")
         if not self.worker:
             raise ValueError("a worker needs a name; give it with --worker")
+        NatsSettings(group=self.detector, worker=self.worker, frame_records_max=self.frame_records_max)
         if not 0.01 <= self.state_interval_s <= 3600:
             raise ValueError(f"state is stored each {self.state_interval_s} s: choose 0.01 to 3600")
 
@@ -142,6 +143,7 @@ class Worker:
         failure = app.transport.failure
         failed: BaseException | None = None
         tasks = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self.host.keep_storing())]
+        tasks.append(asyncio.ensure_future(self.host.keep_appending()))
         start = asyncio.ensure_future(app.start())
         crash = asyncio.ensure_future(app._crashed.wait())
         try:

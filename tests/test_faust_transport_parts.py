@@ -13,6 +13,7 @@ from events import subjects
 from events.ports import Record
 from events.presence import Heartbeat, Tick
 from events.registry import canonical, make
+from infra.detector_worker import main
 from infra.faust_transport import topics
 from infra.faust_transport.appends import Append
 from infra.faust_transport.leases import Holder, share, this_process
@@ -59,6 +60,21 @@ def test_other_topics_are_refused(topic: str) -> None:
 def test_a_frame_must_fit_what_may_wait() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         NatsSettings(group="g", worker="w", frame_records_max=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--detector", "node", "--worker", ""], "needs a name"),
+        (["--detector", "node", "--worker", "w", "--frame-records-max", "0"], "at least 1"),
+        (["--detector", "node", "--worker", "w", "--state-interval-s", "nan"], "choose 0.01"),
+    ],
+)
+def test_wrong_use_is_a_sentence_and_exit_2(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
 
 
 def test_a_holder_knows_the_dead_from_the_living() -> None:

@@ -86,5 +86,5 @@ class NatsApp(faust.App):  # type: ignore[misc]
 
 def quiet_faust() -> None:
     """Faust tells of each rebalance and recovery at INFO; only what is wrong is of interest."""
-    for name in ("faust", "mode", "aiokafka"):
+    for name in ("faust", "mode", "aiokafka", "infra.faust_transport"):
         logging.getLogger(name).setLevel(logging.WARNING)
