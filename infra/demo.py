@@ -479,6 +479,8 @@ def processes_of(node: str, state: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             environment = process.environ() if words else {}
-            if any(state in word for word in words) or environment.get("KEEPSTEP_SOCKET", "").startswith(state):
+            inside = state + "/"
+            named = any(word == state or word.startswith(inside) for word in words)
+            if named or environment.get("KEEPSTEP_SOCKET", "").startswith(inside):
                 found.append(process)
     return found
