@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from pydantic_core import to_json
+
 from events import subjects
+from events.clock import text_of
 from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import Signal
 from events.job import HoldPlaced, HoldReleased, PolicyAdopted
 from events.ports import Record
-from events.registry import Malformed, canonical, make, parse
+from events.registry import FACTS, Malformed, canonical, make, parse
 from processors.fleet import evolve, refusal
 from processors.judge import judge, owner_of
 from processors.moves import moves
@@ -39,12 +43,54 @@ class Unsettled(RuntimeError):
     """The rules kept answering each other."""
 
 
-class Derived(NamedTuple):
-    """An event that follows from an input: where it is appended, and its canonical bytes."""
+class Said(NamedTuple):
+    """A fact of the decider's with its place in time: what the fold needs of an event."""
 
-    subject: str
-    event: AnyEvent
-    data: bytes
+    data: Fact
+    time: int
+    job: str
+    attempt: int
+
+
+class Derived:
+    """An event that follows from an input: where it is appended, and its canonical bytes. They are put together here from the fact's,
+    which are half of the work; `event` reads them back."""
+
+    __slots__ = ("_event", "data", "fact", "id", "subject")
+
+    def __init__(self, fact: Fact, id_: str, trigger_id: str, time: str, said: Said) -> None:
+        kind, job = KINDS[type(fact)], _quoted(said.job)
+        self.fact, self.id, self.subject = fact, id_, subjects.ledger(said.job or subjects.FLEET, "decider", kind)
+        self.data = b"".join((
+            b'{"attempt":%d,"causes":' % said.attempt if said.attempt else b'{"causes":', to_json(trigger_id), b',"data":',
+            fact.__pydantic_serializer__.to_json(fact, exclude_defaults=True), b',"id":"%b",' % id_.encode(),
+            b'"job":%b,' % job if said.job else b"", b'"source":"decider","specversion":"1.0","subject":', job,
+            b',"time":"%b","type":"%b"}' % (time.encode(), fact.TYPE.encode()),
+        ))  # fmt: skip
+        self._event: AnyEvent | None = None
+
+    @property
+    def event(self) -> AnyEvent:
+        if self._event is None:
+            self._event = parse(self.data)
+        return self._event
+
+
+KINDS = {fact: fact.kind() for fact in FACTS}
+#: Kinds of fact that name a job or a node themselves: asking a model for what it does not have is slow.
+_HAVE_JOB = frozenset(fact for fact in FACTS if "job" in fact.model_fields)
+_HAVE_NODE = frozenset(fact for fact in FACTS if "node" in fact.model_fields)
+_HAVE_ATTEMPT = frozenset(fact for fact in FACTS if "attempt" in fact.model_fields)
+
+
+@lru_cache(maxsize=4096)
+def _quoted(name: str) -> bytes:
+    return to_json(name)
+
+
+def _job_of(event: AnyEvent) -> str:
+    """The job that an event speaks of; '' for none."""
+    return (event.data.job if type(event.data) in _HAVE_JOB else "") or event.job
 
 
 def is_own(subject: str) -> bool:
@@ -85,21 +131,15 @@ class _Turn:
         return self._base
 
     def say(self, facts: Iterable[Fact]) -> None:
+        trigger_id, time_ns = self.trigger.id, self.record.time_ns
+        time = text_of(time_ns)
         for fact in facts:
-            job = getattr(fact, "job", "") or ""
-            kind = fact.kind()
-            event = make(
-                fact,
-                id=derived_id("decider", job, self.trigger.id, kind, len(self.out)),
-                source="decider",
-                subject=job,
-                time=self.record.time_ns,
-                causes=(self.trigger.id,),
-                job=job,
-                attempt=getattr(fact, "attempt", 0),
-            )
-            self.out.append(Derived(subjects.ledger(job or subjects.FLEET, "decider", kind), event, canonical(event)))
-            self.fleet = evolve(self.fleet, event, self.record.time_ns)
+            job: str = fact.job or ""  # type: ignore[attr-defined]  # all that the decider derives has one
+            attempt = fact.attempt if type(fact) in _HAVE_ATTEMPT else 0  # type: ignore[attr-defined]
+            said = Said(fact, time_ns, job, attempt)
+            id_ = derived_id("decider", job, trigger_id, KINDS[type(fact)], len(self.out))
+            self.out.append(Derived(fact, id_, trigger_id, time, said))
+            self.fleet = evolve(self.fleet, said, time_ns)
 
 
 class Decider:
@@ -122,37 +162,31 @@ class Decider:
         """Folds one input and returns what follows from it. With `recorded`, the events that were appended for this input stand:
         the state goes on from them. `whole`: nothing was left out when they were appended, so nothing is added to them either
         (else, what is derived beyond them is still owed). What is returned is what was derived, for the caller to compare."""
-        before = self._digest.copy()
-        self._mix(f"{record.sequence} {record.time_ns} {record.subject} {len(record.data)} ".encode(), record.data)
         event = self._read(record)
         turn = None
         if event is not None:
-            turn = _Turn(evolve(self.fleet, event, record.time_ns), event, record, before)
+            turn = _Turn(evolve(self.fleet, event, record.time_ns), event, record, self._digest)
             self._answer(turn)
             self.fleet = turn.fleet
         derived = turn.out if turn else []
+        said = [out.data for out in derived]
         if recorded is not None:
-            stands = recorded if whole else [*recorded, *(out.event for out in derived[len(recorded) :])]
-            if stands != [out.event for out in derived]:  # what was recorded differs: it stands, and nothing is added to it
+            stands = [canonical(event) for event in recorded]
+            if (stands if whole else stands + said[len(stands) :]) != said:  # it differs: it stands, and nothing is added to it
+                said = stands
                 self.fleet = turn.start if turn else self.fleet
                 for kept in recorded:
                     self.fleet = evolve(self.fleet, kept, record.time_ns)
-                self._mix(*(canonical(kept) for kept in recorded))
-                return derived
-        self._mix(*(out.data for out in derived))
+        place = f"{record.sequence} {record.time_ns} {record.subject} {len(record.data)} "
+        self._digest.update(b"".join((place.encode(), record.data, *said)))
         return derived
-
-    def _mix(self, *parts: bytes) -> None:
-        for part in parts:
-            self._digest.update(part)
 
     def _read(self, record: Record) -> AnyEvent | None:
         """The input, if it is readable, believed from where it comes, new, and not refused."""
         parts = record.subject.split(".")
         try:
             event = parse(record.data)
-            kind = event.data.kind()
-            job = getattr(event.data, "job", "") or event.job or subjects.FLEET
+            kind, job = KINDS[type(event.data)], _job_of(event) or subjects.FLEET
             if len(parts) != 4 or parts[3] != kind or ROLE_OF.get(kind) != parts[2] or parts[1] != subjects.token(job):
                 raise Malformed(f"a {kind} of job {job[:80]!r} is not believed on {record.subject[:200]}")
         except (Malformed, subjects.BadName) as error:
@@ -201,8 +235,9 @@ class Decider:
             return sorted(turn.fleet.jobs)
         if isinstance(data, Diverged):
             return []
-        owner = owner_of(turn.fleet, turn.trigger, getattr(data, "node", ""))
-        name = owner.name if owner else (getattr(data, "job", "") or turn.trigger.job)
+        node = data.node if type(data) in _HAVE_NODE else ""
+        owner = owner_of(turn.fleet, turn.trigger, node) if node or isinstance(data, Signal) else None
+        name = owner.name if owner else _job_of(turn.trigger)
         return [name] if name else []
 
 

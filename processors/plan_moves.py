@@ -61,13 +61,15 @@ def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
     """Ranks keep their order: a standby takes the very place of the machine that it replaces."""
     instead = dict(zip(plan.nodes, plan.standbys, strict=False))
     per_node = job.declared.ranks_per_node
+    nodes = [instead.get(place.node, place.node) for place in job.places]
+    before = job.ranks if len(job.ranks) == len(nodes) else (None,) * len(nodes)
     places = tuple(
-        RankPlace(node=instead.get(place.node, place.node), first_rank=i * per_node, count=per_node)
-        for i, place in enumerate(job.places)
+        old if old and old.node == node else RankPlace(node=node, first_rank=i * per_node, count=per_node)
+        for i, (node, old) in enumerate(zip(nodes, before, strict=True))
     )
     return intent(
         fleet, job, plan, base, verb="start_attempt", attempt=job.attempt + 1, places=places,
-        nodes=tuple(p.node for p in places), world_size=per_node * len(places),
+        nodes=tuple(nodes), world_size=per_node * len(places),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def replay(records: Iterable[Record]) -> Replayed:
     decider = result.decider
     running = sha256()
     owed: deque[tuple[int, Derived]] = deque()
-    matched: dict[bytes, None] = {}
+    matched: deque[bytes] = deque(maxlen=4096)
     for record in records:
         if not is_own(record.subject):
             result.inputs += 1
@@ -67,9 +67,7 @@ def replay(records: Iterable[Record]) -> Replayed:
             result.divergence = _differ(record, (trigger, out), "what was recorded is not what follows from the inputs")
             break
         owed.popleft()
-        matched[record.data] = None
-        if len(matched) > 4096:
-            del matched[next(iter(matched))]
+        matched.append(record.data)
     result.digest = running.hexdigest()[:32]
     result.pending = len(owed)
     result.unread = list(decider.unread)

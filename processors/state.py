@@ -1,18 +1,30 @@
 """What the decider knows: jobs, their incidents and recoveries, holds, evictions. Frozen values; processors.fleet (inputs) and
-processors.decided (its own decisions) say how they change. Pure."""
+processors.decided (its own decisions) say how they change. Named tuples, since a change of one is the inner loop of replay. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from events.decision import Rung
+from events.decision import RankPlace, Rung
 from events.job import JobDeclared, Place
 from processors.policy import Policy
 
 #: High-confidence symptoms that name a machine (ByteRobust section 4.1: skip the diagnostics).
 NAMING = frozenset({"gpu_unavailable", "os_kernel_panic", "disk_fault"})
+
+
+class Told(Protocol):
+    """What the fold reads of an event: a whole one, or a fact that is being said."""
+
+    @property
+    def data(self) -> Any: ...
+    @property
+    def time(self) -> int: ...
+    @property
+    def job(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
 
 
 #: What machines have in common: ("rack", name), ("switch", name) or ("fleet", "").
@@ -38,8 +50,7 @@ def counted(counts: Mapping[Scope, int], places: Iterable[Place]) -> Mapping[Sco
     return more
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
+class Trouble(NamedTuple):
     """A node in trouble: what it was, when it was seen, when the decider learnt of it."""
 
     symptom: str
@@ -47,8 +58,7 @@ class Trouble:
     learnt_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
+class Incident(NamedTuple):
     """A run of trouble on one job. `named`: nodes that high-confidence evidence names. `crash`, `stall`: unanswered ones.
     `root`: the crash's first failing rank is known, it is not all echoes. `crashed`: there was one at any time. `hung`: the
     present attempt made no progress, and was not seen to move since."""
@@ -60,11 +70,11 @@ class Incident:
     first_evidence_ns: int
     attempt: int
     step: int = -1
-    named: Mapping[str, Trouble] = field(default_factory=dict)
-    answered: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, Trouble] = {}
+    answered: Mapping[str, str] = {}
     #: Machines in trouble at any time, by what they share; and the shared causes that were named.
-    troubled: Mapping[Scope, int] = field(default_factory=dict)
-    shared: Mapping[Scope, int] = field(default_factory=dict)
+    troubled: Mapping[Scope, int] = {}
+    shared: Mapping[Scope, int] = {}
     crash: bool = False
     crashed: bool = False
     root: bool = False
@@ -72,7 +82,7 @@ class Incident:
     hung: bool = False
     last_evidence_ns: int = 0
     #: purpose -> timer that was set last for it; the purposes whose timer has fired; and how many were set.
-    timers: Mapping[str, str] = field(default_factory=dict)
+    timers: Mapping[str, str] = {}
     due: frozenset[str] = frozenset()
     timers_set: int = 0
     #: What the culprit window waits for: '' (not set), root or echo.
@@ -92,8 +102,7 @@ class Incident:
         return purpose in self.timers and purpose not in self.due
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What a decision set in motion. `stage`: awaiting (an approval), held (a planned one, under a hold), decided, stopping,
     starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome yet."""
 
@@ -104,7 +113,7 @@ class Plan:
     stage: str
     nodes: tuple[str, ...] = ()
     standbys: tuple[str, ...] = ()
-    pending: Mapping[str, str] = field(default_factory=dict)
+    pending: Mapping[str, str] = {}
     failed: str = ""
     stop_only: bool = False
     graceful: bool = False
@@ -112,8 +121,7 @@ class Plan:
     overdue: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One training run. `places`: its machines in rank order; `standbys`: spares, in order. `wanted`: running, stopped or finished.
     `request`: what a person asked for and is not decided yet."""
 
@@ -129,21 +137,23 @@ class Job:
     incident: Incident | None = None
     plan: Plan | None = None
     #: node -> when its eviction was decided; of those, the ones whose eviction came to pass; and intents still open, key -> node.
-    evicted: Mapping[str, int] = field(default_factory=dict)
+    evicted: Mapping[str, int] = {}
     out: frozenset[str] = frozenset()
-    evicting: Mapping[str, str] = field(default_factory=dict)
+    evicting: Mapping[str, str] = {}
     #: Standbys that are not to be used, and why.
-    unfit: Mapping[str, str] = field(default_factory=dict)
+    unfit: Mapping[str, str] = {}
     #: Nodes that are not heard, also after their incident closed.
-    silent: Mapping[str, Trouble] = field(default_factory=dict)
+    silent: Mapping[str, Trouble] = {}
     confirmed: int = 0
     last_progress_ns: int = 0
     last_step: int = -1
     #: The step that the current attempt was restored at.
     last_restored: int = -1
+    #: Where the ranks of the attempt are.
+    ranks: tuple[RankPlace, ...] = ()
     #: Of the places: each by its node, and how many share what.
-    index: Mapping[str, Place] = field(default_factory=dict)
-    sizes: Mapping[Scope, int] = field(default_factory=dict)
+    by_node: Mapping[str, Place] = {}
+    sizes: Mapping[Scope, int] = {}
 
     @property
     def name(self) -> str:
@@ -151,7 +161,7 @@ class Job:
 
     def at(self, places: tuple[Place, ...]) -> Job:
         """The job on these machines."""
-        return replace(self, places=places, index={place.node: place for place in places}, sizes=counted({}, places))
+        return self._replace(places=places, by_node={place.node: place for place in places}, sizes=counted({}, places))
 
     @property
     def quiet(self) -> bool:
@@ -164,38 +174,36 @@ class Job:
         return tuple(place.node for place in self.places if place.node in self.evicted) if self.evicted else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(NamedTuple):
     at_ns: int
     job: str
     node: str
     rack: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
+class Fleet(NamedTuple):
     """Everything. `now_ns`: the greatest broker time seen."""
 
     now_ns: int = 0
     code_version: str = ""
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = Policy()
     policy_digest: str = "default"
     catalogue_digest: str = ""
-    jobs: Mapping[str, Job] = field(default_factory=dict)
-    holds: Mapping[str, int] = field(default_factory=dict)
+    jobs: Mapping[str, Job] = {}
+    holds: Mapping[str, int] = {}
     evictions: tuple[Eviction, ...] = ()
-    bad_serials: Mapping[str, str] = field(default_factory=dict)
+    bad_serials: Mapping[str, str] = {}
     #: node -> job, of every place and standby declared.
-    owners: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = {}
 
     def held(self, job: str) -> bool:
         """Whether a hold on the job or the fleet stands now."""
         return any(key in self.holds and (self.holds[key] == 0 or self.now_ns < self.holds[key]) for key in ("", job))
 
     def put(self, job: Job) -> Fleet:
-        return replace(self, jobs={**self.jobs, job.name: job})
+        return self._replace(jobs={**self.jobs, job.name: job})
 
 
 def with_incident(job: Job, **changes: Any) -> Job:
     """The job with its incident changed, if it has one."""
-    return replace(job, incident=replace(job.incident, **changes)) if job.incident else job
+    return job._replace(incident=job.incident._replace(**changes)) if job.incident else job
