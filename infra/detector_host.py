@@ -2,6 +2,7 @@
 
 - An output carries a derived id, so whoever reads LEDGER skips one that it has. Within two minutes the broker drops a repeat; after
   a longer outage the same event may be stored twice, with the same id, and that is harmless.
+- Claims are appended while folding goes on, all that wait together; a state is stored only when those that it stands on are.
 - State is held in memory. What changed is written to the table at most once each `state_interval_s`, the clock last; frames are
   acknowledged only then.
 - A processor that raises ends the worker: nothing of its frame was acknowledged, so nothing is lost.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from faust.types import TP
@@ -28,6 +30,8 @@ from processors.detector import Detector
 
 log = logging.getLogger("keepstep.detector")
 
+#: Claims folded and not yet acknowledged; beyond it folding waits for the bus.
+CLAIMS_MAX = 2048
 #: Frames folded and not yet acknowledged, a partition; beyond it folding waits for the table.
 UNSTORED_FRAMES_MAX = 4096
 
@@ -52,6 +56,10 @@ class DetectorHost:
         self._folding = asyncio.Lock()
         self._storing = asyncio.Lock()
         self._stored = asyncio.Event()
+        #: Claims of folded frames that are not acknowledged yet, with their partitions; what folds meanwhile is appended with them.
+        self._claims: list[tuple[int, Append]] = []
+        self._appending = asyncio.Lock()
+        self._claimed = asyncio.Event()
         self._closed = False
         app.before_rebalance = self.before_rebalance
 
@@ -87,7 +95,10 @@ class DetectorHost:
             return
         out = await state.feed(frame)
         if out:
-            await self.app.transport.appender.append(out, still=lambda: self.app.consumer.holds(partition))
+            self._claims += ((partition, one) for one in out)
+            self._claimed.set()
+            if len(self._claims) > CLAIMS_MAX:
+                await self._append_claims()
         self.records += len(frame)
         frame.clear()  # only its acknowledgement is wanted from here on
         part.unstored.append(event)
@@ -138,6 +149,40 @@ class DetectorHost:
         subject = subjects.ledger(subjects.FLEET, "detector", fact.kind())
         await self.app.transport.appender.append([Append(subject, canonical(event), {"Nats-Msg-Id": event.id})])
 
+    async def _append_claims(self) -> None:
+        """All claims so far. Those of a partition that was lost are its new owner's to make."""
+        async with self._appending:
+            while self._claims:
+                claims, self._claims = self._claims, []
+                try:
+                    held = {partition: self.app.consumer.holds(partition) for partition, _ in claims}
+                    for partition in (partition for partition, holds in held.items() if not holds):
+                        self.app.consumer.lose(partition)
+                    kept = [(partition, one) for partition, one in claims if held[partition]]
+                    if kept:
+                        still = partial(self._all_held, {partition for partition, _ in kept})
+                        await self.app.transport.appender.append([one for _, one in kept], still=still)
+                except StaleWriter:  # one of the partitions went meanwhile: the others' again, known by their ids
+                    self._claims = [*claims, *self._claims]
+                except BaseException:
+                    self._claims = [*claims, *self._claims]
+                    raise
+
+    def _all_held(self, partitions: set[int]) -> bool:
+        return all(map(self.app.consumer.holds, partitions))
+
+    async def keep_appending(self) -> None:
+        """Appends what is claimed, as it comes, until cancelled."""
+        while not self._closed:
+            await self._claimed.wait()
+            self._claimed.clear()
+            try:
+                await self._append_claims()
+            except LogError as error:
+                self._closed = True
+                self.app.transport.fail(error)
+                return
+
     # -- state ------------------------------------------------------------------------------------------------------------
 
     async def keep_storing(self) -> None:
@@ -159,6 +204,7 @@ class DetectorHost:
                 return
             left_out = set(except_for)
             async with self._folding:
+                await self._append_claims()
                 wanted = [
                     (partition, part.state.snapshot(), part.unstored)
                     for partition, part in self._parts.items()

@@ -143,6 +143,7 @@ class Worker:
         failure = app.transport.failure
         failed: BaseException | None = None
         tasks = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self.host.keep_storing())]
+        tasks.append(asyncio.ensure_future(self.host.keep_appending()))
         start = asyncio.ensure_future(app.start())
         crash = asyncio.ensure_future(app._crashed.wait())
         try:

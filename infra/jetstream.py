@@ -294,7 +294,10 @@ class _Consumer:
         if self._lost:
             raise _Lost(self._lost)
         try:
-            await asyncio.wait_for(self._wake.wait(), _SILENCE_S_MAX)
+            async with asyncio.timeout(
+                _SILENCE_S_MAX
+            ):  # not wait_for, which in Python 3.11 swallows a cancellation that races a wake
+                await self._wake.wait()
         except TimeoutError:
             self._lost = self._lost or f"nothing was heard from the consumer for {_SILENCE_S_MAX:.0f} s"
         if self._nc.stats["reconnects"] != self._reconnects:

@@ -121,7 +121,11 @@ async def test_one_of_two_is_killed_under_load_and_nothing_is_lost(bus: Bus, tmp
         a.process.send_signal(signal.SIGKILL)
         await load
         await until(lambda: all_claimed(bus))
-        assert set((await holders(bus)).values()) == {"b"}
+
+        async def taken_over() -> bool:  # what the dead one had claimed already may have been all
+            return list((await holders(bus)).values()) == ["b"] * 8
+
+        await until(taken_over)
         b.process.send_signal(signal.SIGTERM)
         await until(lambda: b.process.poll() is not None)
         assert b.process.returncode == 0, b.log.read_text()

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import inspect
 import pkgutil
+import signal
 import sys
 import traceback
 from types import ModuleType
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> int:
         print(f"no benchmark is called {only or 'anything'!r}; there are: {there_are}", file=sys.stderr)
         return 2
     failed = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
     for module in chosen:
         try:
             result = module.main()

@@ -45,6 +45,7 @@ async def main() -> None:
             await asyncio.sleep(1)
 
             stage(f"{NODES} nodes fail within a second")
+            cpu_s = plane.cpu_s()
             loop = asyncio.get_running_loop()
             begun_s = loop.time()
             for at in range(NODES):
@@ -61,9 +62,13 @@ async def main() -> None:
                 return max((r.time_ns for r, e in ledger.records if isinstance(e.data, DecisionMade | SharedCause | IntentIssued)), default=0)  # fmt: skip
 
             stage(f"published within {took_s:.2f} s; waiting for the decisions")
-            evidence_ns = [r.time_ns async for r in JetStreamLog(plane.admin, TELEMETRY_NODE).read(subjects=("tn.*.*.kernel_log",))]
+            evidence_ns = [
+                r.time_ns async for r in JetStreamLog(plane.admin, TELEMETRY_NODE).read(subjects=("tn.*.*.kernel_log",))
+            ]
             await plane.until(
-                lambda: len(ledger.of(EvidenceJudged)) >= NODES and bool(executor.notified), LIMIT_S, f"{NODES} verdicts and the page"
+                lambda: len(ledger.of(EvidenceJudged)) >= NODES and bool(executor.notified),
+                LIMIT_S,
+                f"{NODES} verdicts and the page",
             )
             while (seen := last_ns()) and await asyncio.sleep(SETTLED_S, True):
                 if last_ns() == seen:
@@ -75,6 +80,7 @@ async def main() -> None:
             budget = policies.parse(POLICY).budget.job.evictions_max
             racks = sum(1 for scope, _ in shared if scope == "rack")
             first_ns = min(evidence_ns)
+            cpu_s = {name: round(now - cpu_s.get(name, 0.0), 2) for name, now in plane.cpu_s().items()}
             since = lambda ns: round((ns - first_ns) / NS, 3)  # noqa: E731
             times = {
                 "last_evidence_s": since(max(evidence_ns)),
@@ -94,10 +100,10 @@ async def main() -> None:
             ]
             if wrong:
                 said = " | ".join(f"{d.rung} {' '.join(d.nodes)}: {d.because}" for d in decisions)
-                raise RuntimeError(f"{'; '.join(wrong)}; {times}; decided: {said[:2000]}")
+                raise RuntimeError(f"{'; '.join(wrong)}; {times}; cpu {cpu_s}; decided: {said[:2000]}")
     report(
         "burst", (seen - max(evidence_ns)) / NS, "s", bound=BOUND_S, peer=PEER, peer_value=PEER_S, n=NODES,
-        since_first=times, evictions=len(evicted), shared_racks=racks, shared_switches=sum(1 for s, _ in shared if s == "switch"), **load,
+        since_first=times, cpu_s=cpu_s, evictions=len(evicted), shared_racks=racks, shared_switches=sum(1 for s, _ in shared if s == "switch"), **load,
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from events.ports import TELEMETRY_JOB, TELEMETRY_NODE
 from events.presence import Heartbeat, RankProcess
 from events.training import StepSample, TrainingProgress
 from infra.clock import wall_ns
-from infra.jetstream import JetStreamLog
 from infra.publisher import Publisher
 from tests.bench.live import JOB, Executor, Plane, Source, control_plane, folded, quiet_machine, stage
 from tests.bench.report import report

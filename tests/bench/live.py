@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from events import subjects
 from events.action import OutcomeRecorded
 from events.decision import DeciderStarted, IntentIssued
@@ -42,7 +44,7 @@ START_S_MAX = 90.0
 
 def stage(text: str) -> None:
     """What a benchmark is about, on stderr: its figures alone go to stdout."""
-    print(f"bench: {text}", file=sys.stderr, flush=True)
+    print(f"bench {time.strftime('%H:%M:%S')}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class Plane:
     admin: BusClient
     supervisor: Supervisor
     ledger: Ledger
+    server: EmbeddedServer
 
     async def until(self, true: Callable[[], bool], within_s: float, what: str) -> None:
         """Raises RuntimeError with what the parts said last."""
@@ -83,6 +86,11 @@ class Plane:
                 said = "; ".join(f"{name}: {last_line(child.log)}" for name, child in self.supervisor.children.items())
                 raise RuntimeError(f"{what} did not come within {within_s:g} s ({said})")
             await asyncio.sleep(0.02)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor seconds so far, by part."""
+        pids = {name: child.pid for name, child in self.supervisor.children.items()} | {"nats-server": self.server.pid}
+        return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items() if pid}
 
     async def declare(self, nodes: list[Place], standbys: list[Place]) -> None:
         fact = JobDeclared(
@@ -124,7 +132,7 @@ async def control_plane(policy: str) -> AsyncIterator[Plane]:
                 arguments = module("infra.detector_worker", *where, "--detector", which, "--worker", which)
                 await supervisor.start(f"detector-{which}", arguments)
             await supervisor.start("decider", module("infra.decider_service", *where))
-            plane = Plane(home, admin, supervisor, Ledger(JetStreamLog(admin, LEDGER)))
+            plane = Plane(home, admin, supervisor, Ledger(JetStreamLog(admin, LEDGER)), server)
             following = asyncio.create_task(plane.ledger.follow())
             await plane.until(
                 lambda: len(plane.ledger.of(DetectorStarted)) >= 2 and bool(plane.ledger.of(DeciderStarted)),
@@ -184,7 +192,9 @@ class Source:
     numbers: dict[str, int] = field(default_factory=dict)
     again: int = 0
 
-    async def observe(self, node: str, producer: str, fact: Fact, *, job: str = "", attempt: int = 0, of_job: bool = False) -> str:
+    async def observe(
+        self, node: str, producer: str, fact: Fact, *, job: str = "", attempt: int = 0, of_job: bool = False
+    ) -> str:
         """Publishes one observation, returns its id."""
         source = f"node/{node}/{producer}"
         self.numbers[source] = number = self.numbers.get(source, 0) + 1
