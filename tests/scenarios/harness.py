@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from events import subjects
 from events.envelope import AnyEvent
 from events.job import JobDeclared, Place
-from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
+from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, LogError, Record
 from events.registry import parse
 from infra.bus import BusClient
 from infra.cli.reading import replay_all
@@ -144,7 +144,7 @@ class Scenario:
     async def _read(self, stream: str) -> None:
         after = 0
         while True:
-            with contextlib.suppress(OSError, RuntimeError):
+            with contextlib.suppress(OSError, RuntimeError, LogError):  # a bus that is away, streams not made yet
                 assert self.nc is not None
                 async with aclosing(JetStreamLog(self.nc, stream).read(after=after, follow=True)) as records:  # type: ignore[type-var]
                     async for record in records:
@@ -187,7 +187,8 @@ class Scenario:
         return value
 
     def story(self, last: int = 40) -> str:
-        return "\n".join(f"  {s.sequence} {s.kind} {s.data.model_dump_json()[:300]}" for s in self.ledger[-last:])
+        told = [s for s in self.ledger if s.kind != "progress_noted" or s.data.first]
+        return "\n".join(f"  {s.sequence} {s.kind} {s.data.model_dump_json()[:300]}" for s in told[-last:])
 
     def of(self, *kinds: str, after: int = 0) -> list[Seen]:
         return [seen for seen in self.ledger if seen.kind in kinds and seen.sequence > after]
@@ -272,7 +273,7 @@ class Scenario:
             steps = [line for line in lines if line[0] == "step"]
             assert [line[2] for line in steps] == list(range(len(steps)))
             assert len({line[3] for line in lines}) == 1
-            pauses = [(b[4] - a[4]) / 1e9 for a, b in zip(steps, steps[1:], strict=False)]
+            pauses = [(b[4] - a[4]) / 1e9 for a, b in pairwise(steps)]
             assert max(pauses, default=0) < longest_s, f"rank {rank} paused for {max(pauses):.1f} s"
 
     async def finish(self) -> None:
