@@ -28,8 +28,13 @@ def wanted(only: str, name: str) -> bool:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=tests.bench.__doc__)
     parser.add_argument("--only", metavar="NAME", default="", help="only the benchmark that gives this figure")
-    only: str = parser.parse_args(arguments).only
+    parser.add_argument("--list", action="store_true", help="the names of all figures, and nothing is run")
+    given = parser.parse_args(arguments)
+    only: str = given.only
     every = modules()
+    if given.list:
+        print("\n".join(name for module in every for name in module.NAMES))
+        return 0
     chosen = [module for module in every if not only or any(wanted(only, name) for name in module.NAMES)]
     if not chosen:
         there_are = ", ".join(name for module in every for name in module.NAMES) or "none yet"

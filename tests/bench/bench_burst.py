@@ -81,7 +81,10 @@ async def main() -> None:
             racks = sum(1 for scope, _ in shared if scope == "rack")
             first_ns = min(evidence_ns)
             cpu_s = {name: round(now - cpu_s.get(name, 0.0), 2) for name, now in plane.cpu_s().items()}
-            since = lambda ns: round((ns - first_ns) / NS, 3)  # noqa: E731
+
+            def since(ns: int) -> float:
+                return round((ns - first_ns) / NS, 3)
+
             times = {
                 "last_evidence_s": since(max(evidence_ns)),
                 "last_signal_s": since(max(r.time_ns for r, _ in ledger.of(Signal))),

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "infra" / "demo_job"))
-import train
+import train  # type: ignore[import-not-found]
 
 BATCH, SEED, CHECKPOINT_EVERY = 4, 1, 20
 
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     beat = None
     if not os.environ.get("KEEPSTEP_SOCKET"):
-        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient  # type: ignore[import-not-found]
 
         client = RankMonitorClient()
         client.init_workload_monitoring()

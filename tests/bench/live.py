@@ -109,7 +109,8 @@ class Plane:
                 return total
 
     async def letters(self) -> int:
-        return await JetStreamLog(self.admin, DEADLETTER).last_sequence()
+        last: int = await JetStreamLog(self.admin, DEADLETTER).last_sequence()
+        return last
 
 
 @asynccontextmanager
