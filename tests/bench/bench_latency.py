@@ -19,6 +19,7 @@ from events.presence import Heartbeat, RankProcess
 from events.training import StepSample, TrainingProgress
 from infra.clock import wall_ns
 from infra.publisher import Publisher
+from processors.numbers import Numbers
 from tests.bench.live import JOB, Executor, Plane, Source, control_plane, folded, quiet_machine, stage
 from tests.bench.report import report
 
@@ -141,9 +142,9 @@ async def _account(plane: Plane, source: Source) -> None:
             raise RuntimeError(f"{source.published[which]} {which} observations were published and {stored} are stored")
     wanted = {producer: number for producer, number in source.numbers.items() if not producer.endswith("/trainer")}
     for left in range(40, -1, -1):
-        states = await folded(plane, "node")
-        have = {n[0]: (n[1], len(n) > 2 and bool(n[2])) for state in states.values() for n in state.get("numbers", ())}
-        missing = [producer for producer, number in wanted.items() if have.get(producer) != (number, False)]
+        states = await folded(plane)
+        have = {one.source: one for state in states.values() for one in state.numbers}
+        missing = [producer for producer, number in wanted.items() if have.get(producer) != Numbers(producer, number)]
         if not missing:
             break
         if not left:

@@ -4,7 +4,6 @@ its telemetry, and whoever carries out intents for it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -30,12 +29,16 @@ from events.registry import canonical, make, parse
 from infra.bus import BusClient
 from infra.clock import new_event_id, wall_ns
 from infra.embedded import EmbeddedServer
+from infra.faust_transport import topics
 from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
-from infra.pipeline import adopt, say
+from infra.partition_state import split_key
+from infra.pipeline import adopt, catalogue_text, say
 from infra.publisher import Publisher
 from infra.streams import api, ensure_streams
 from infra.supervise import Supervisor, last_line, module
+from processors import catalogue
+from processors.node_health import NodeDetector, NodeState
 
 BOOT = "4b0ef2a1-5a1c-4f0e-9d51-000000000000"
 JOB = "pretrain"
@@ -100,7 +103,8 @@ class Plane:
 
     async def stored(self, stream: str, pattern: str) -> int:
         """How many messages of a subject a stream holds."""
-        total, offset = 0, 0
+        total: int = 0
+        offset: int = 0
         while True:
             answer = await api(self.admin, f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": offset})
             found = answer.get("state", {}).get("subjects") or {}
@@ -219,14 +223,16 @@ class Source:
         raise RuntimeError("the bus did not take every observation")
 
 
-async def folded(plane: Plane, which: str) -> dict[str, dict[str, Any]]:
-    """What a detector has stored of its keys so far: the key's name to its state."""
-    states: dict[str, dict[str, Any]] = {}
-    async for record in JetStreamLog(plane.admin, f"KS_CHANGELOG_{which.upper()}").read():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            key = subjects.name(record.subject.rpartition(".")[2])
-            value = json.loads(record.data)
-            states[key.partition("=")[2]] = value["state"]
+async def folded(plane: Plane) -> dict[str, NodeState]:
+    """What the node detector has stored so far, by node."""
+    detector = NodeDetector(catalogue.parse(catalogue_text()))
+    states: dict[str, NodeState] = {}
+    async for record in JetStreamLog(plane.admin, "KS_CHANGELOG_NODE").read(subjects=("ks.changelog.node.*.*",)):
+        if ".fence." in record.subject:
+            continue
+        _, node = split_key(topics.key_of(record.subject))
+        if node is not None:
+            states[node] = detector.load(node, json.loads(record.data)["state"])
     return states
 
 
