@@ -47,7 +47,10 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
     found = over("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name)
     if found is not None:
         return found
-    everyone = {p.node: p for j in fleet.jobs.values() for p in (*j.places, *j.standbys)}.values()
+    # Evicted machines still count: a denominator that shrank with each eviction would tighten the budget as it is spent.
+    everyone = {
+        p.node: p for j in fleet.jobs.values() for p in (*j.declared.nodes, *j.declared.standbys, *j.places, *j.standbys)
+    }.values()
     found = over("fleet", "", rules.fleet, len(everyone), lambda e: True)
     if found is not None or not place.rack:
         return found

@@ -222,7 +222,7 @@ class Checker:
         if before:
             return
         place = next(p for p in job.places if p.node == fact.node)
-        everyone = {p.node: p for j in self.jobs.values() for p in (*j.places, *j.spares.values())}
+        everyone = {p.node: p for j in self.jobs.values() for p in (*j.declared.nodes, *j.places, *j.spares.values())}
         rules = self.policy.budget
         scopes: list[tuple[Budget, int, int]] = [
             (rules.job, 1, len(job.places)),

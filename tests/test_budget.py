@@ -83,6 +83,17 @@ def test_what_a_budget_allows() -> None:
     assert allowed(Budget(evictions_max=0, share_max=1), 8) == 0  # unless the policy says none
 
 
+def test_evicted_machines_count_in_the_share() -> None:
+    """Or each eviction would tighten the budget that is left."""
+    policy = Policy(budget=Budgets(fleet=Budget(evictions_max=9, share_max=0.5, window_s=60)))
+    fleet = fleet_of([""] * 12, policy, [(1, i) for i in range(5)], 2)
+    job = fleet.jobs["gpt"]
+    fleet = fleet.put(job.at(job.places[5:])._replace(standbys=()))
+    found = over_budget(fleet, job, job.places[5])
+    assert found is None or found.scope == "job"
+    assert over_budget(fleet, fleet.jobs["llm"], fleet.jobs["llm"].places[0]) is None
+
+
 def test_no_window_is_longer_than_what_is_remembered() -> None:
     assert Budget(window_s=30 * 24 * 3600).window_s * NS <= WINDOW_NS_MAX
 
