@@ -336,6 +336,11 @@ def mode_of(text: str) -> str:
     return parse(text).mode
 
 
+def shortened(text: str, most: int = 400) -> str:
+    """A text's beginning and end: the last line of a traceback is the one that says why."""
+    return text if len(text) <= most else f"{text[: most // 4]} … {text[-(most - most // 4) :]}"
+
+
 async def follow_job(nc: BusClient, job: str, after: int) -> int:
     """Says what happens to a job until it finishes or is stopped: 0 finished, 1 anything else."""
     watch = Watch()
@@ -349,7 +354,7 @@ async def follow_job(nc: BusClient, job: str, after: int) -> int:
             if kind == "progress_noted":
                 say(f"attempt {event.attempt}: step {data.step}" + (" (healthy)" if data.first else ""))
             elif kind == "signal":
-                say(f"seen: {data.symptom} {data.node}: {clean(data.evidence)[:200]}")
+                say(f"seen: {data.symptom} {data.node}: {shortened(clean(data.evidence))}")
             elif isinstance(data, DecisionMade):
                 would = "would " if data.mode == "observe" else ""
                 say(f"decided ({data.mode}): {would}{data.rung} {' '.join(data.nodes)}: {data.because}")

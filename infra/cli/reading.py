@@ -33,7 +33,6 @@ from infra.cli.common import (
     show_json,
     with_bus,
 )  # fmt: skip
-from infra.clock import wall_ns
 from infra.home import Address
 from infra.jetstream import JetStreamLog
 from infra.watch import Watch
@@ -293,12 +292,12 @@ def show_answer(title: str, answer: Any) -> None:
 
 
 async def last_heard(nc: BusClient) -> dict[str, int]:
-    """node -> seconds since its last heartbeat, by the broker's clock as near as this host's is to it."""
+    """node -> seconds since its last heartbeat, by the broker's clock, which ticks each second: this host's may be hours off."""
     js = nc.jetstream()
     from nats.errors import TimeoutError as NatsTimeout
     from nats.js.api import ConsumerConfig, DeliverPolicy
 
-    heard: dict[str, int] = {}
+    stored: dict[str, int] = {}
     config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
     subscription = await js.subscribe("tn.*.*.heartbeat", stream=TELEMETRY_NODE, ordered_consumer=False, config=config)
     try:
@@ -307,7 +306,7 @@ async def last_heard(nc: BusClient) -> dict[str, int]:
             parts = message.reply.split(".")
             stored_ns = int(parts[-2] if len(parts) == 9 else parts[-3])
             try:
-                heard[parse(message.data).subject] = max(0, (wall_ns() - stored_ns) // NS)
+                stored[parse(message.data).subject] = stored_ns
             except Malformed:
                 continue
             if message.metadata.num_pending == 0:
@@ -315,7 +314,12 @@ async def last_heard(nc: BusClient) -> dict[str, int]:
     except NatsTimeout:
         pass
     await subscription.unsubscribe()
-    return heard
+    now_ns = max(stored.values(), default=0)
+    telemetry = JetStreamLog(nc, TELEMETRY_NODE)
+    last = await telemetry.last_sequence("clock.node.tick")
+    async for tick in telemetry.read(after=max(0, last - 1), subjects=("clock.node.tick",)):
+        now_ns = max(now_ns, tick.time_ns)
+    return {node: max(0, now_ns - stored_ns) // NS for node, stored_ns in stored.items()}
 
 
 def _show_status(watch: Watch, heard: dict[str, int], as_json: bool) -> None:

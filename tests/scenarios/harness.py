@@ -57,7 +57,7 @@ def policy(mode: str = "auto", **changes: Any) -> str:
     }
     for name, section in changes.items():
         value[name] = {**value.get(name, {}), **section} if isinstance(section, dict) else section
-    return yaml.safe_dump(value, sort_keys=False)
+    return str(yaml.safe_dump(value, sort_keys=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,8 @@ async def incident_as_usual(s: Scenario) -> None:
     lost = await s.closed(before)
     assert (lost.outcome, lost.mechanism, lost.nodes) == ("recovered", "evict", ("n1",)), s.story()
     assert len(s.of("incident_opened")) == 2, s.story()
+    heard = (await s.cli_json("status"))["heard_s"]
+    assert max(heard.values()) < 30, "the command's own clock is not the broker's"
     for closed in (crash, lost):
         assert 0 < closed.back_ns - closed.first_evidence_ns < 60e9, "times are the broker's, not a skewed clock's"
     await s.finish()
@@ -82,12 +87,15 @@ async def incident_as_usual(s: Scenario) -> None:
 @pytest.mark.parametrize("hours", [-5, 7])
 async def test_all_of_keepstep_hours_off(hours: int, skew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python process; the broker's clock is the one that counts."""
-    import sys
-    import time
 
     told = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-c", SEEN], env=off_by(skew, hours * HOURS), capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", SEEN],
+        env=off_by(skew, hours * HOURS),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
     )
     assert all(abs(int(s) - time.time() - hours * HOURS) < 30 for s in told.stdout.split()), "the library does not skew"
     for name, value in off_by(skew, hours * HOURS).items():

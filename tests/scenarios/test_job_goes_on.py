@@ -55,7 +55,7 @@ async def test_a_pipeline_killed_whole_finds_its_job_and_what_it_missed(tmp_path
     s.steps_folder.mkdir()
     try:
         (tmp_path / "policy.yaml").write_text(s.policy)
-        arguments = ("infra.cli", "up", "--home", str(s.home.path), "--policy", str(tmp_path / "policy.yaml"))
+        arguments: tuple[str, ...] = ("infra.cli", "up", "--home", str(s.home.path), "--policy", str(tmp_path / "policy.yaml"))
         arguments += ("--node", "n0", "--node", "n1", "--kernel-log", "none")
         s.start_part(*arguments)
         await s.until(lambda: s.pipeline.address.runs, "bus")

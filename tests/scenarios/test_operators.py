@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.pipeline import Node
 from tests.scenarios.harness import JOB, Scenario, policy
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ async def test_the_command_line_against_a_running_pipeline(tmp_path: Path) -> No
         held = await s.until(lambda: s.of("decision_made", after=before), "held decision")
         assert (held[0].data.rung, held[0].data.vetoed, held[0].data.nodes) == ("evict", "hold", ("n1",))
         assert (await s.cli_json("status", code=1))["jobs"][0]["held"]
-        assert not [i for i in s.of("intent_issued", after=before)], "something was done under a hold"
+        assert not s.of("intent_issued", after=before), "something was done under a hold"
         await s.cli_json("release", "--reason", "done")
         closed = await s.closed(before)
         assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", "evict", ("n1",))
@@ -63,20 +64,22 @@ async def test_the_command_line_against_a_running_pipeline(tmp_path: Path) -> No
         await s.until(lambda: s.job().ended and not s.watch.open_incidents(), "stop of the job")
         assert not s.of("incident_opened", after=before)
         assert s.job().wanted == "stopped"
-        await s.check(evicted=["n1"])
+        # Workers stay parked for the restart that may come, so not everything is gone.
+        await s.check(evicted=["n1"], left=False)
 
 
 @pytest.mark.parametrize("no_standby", ["hand_over", "hold"])
 async def test_no_standby_left_is_said_and_a_new_one_carries_on(no_standby: str, tmp_path: Path) -> None:
-    async with Scenario(tmp_path, nodes=2, standbys=0, policy=policy(decider={"no_standby": no_standby})) as s:
-        from infra.pipeline import Node
-
+    async with Scenario(
+        tmp_path, nodes=2, standbys=0, policy=policy(decider={"no_standby": no_standby, "quiet_s": 600.0})
+    ) as s:
         await s.declare()
         before = s.at
         s.lose_gpu("n1")
         vetoed = await s.until(lambda: [d for d in s.of("decision_made", after=before) if d.data.vetoed], "vetoed decision")
         assert (vetoed[0].data.vetoed, vetoed[0].data.nodes) == ("no_standby", ("n1",))
-        await s.until(lambda: [i for i in s.of("intent_issued", after=before) if i.data.verb == "notify"], "page")
+        if no_standby == "hand_over":
+            await s.until(lambda: [i for i in s.of("intent_issued", after=before) if i.data.verb == "notify"], "page")
         status = await s.cli_json("status", code=1)
         assert status["jobs"][0]["state"] in ("no_standby", "handed over"), status
         node = Node("s9", "none")
@@ -86,11 +89,11 @@ async def test_no_standby_left_is_said_and_a_new_one_carries_on(no_standby: str,
         if no_standby == "hand_over":  # it is a person's now, who asks for what comes next
             await s.cli("restart", "--reason", "a spare is in")
             await s.trains(2)
-            evicted: list[str] = [i.data.node for i in s.of("intent_issued") if i.data.verb == "evict_node"]
-        else:
-            closed = await s.closed(before)
-            assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", "evict", ("n1",))
-            evicted = ["n1"]
-            assert [s.node_of(rank) for rank in range(2)] == ["n0", "s9"]
+            assert s.of("incident_closed", after=before)[0].data.outcome == "handed_over"
+            before = s.at
+            s.lose_gpu("n1")
+        closed = await s.closed(before)
+        assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", "evict", ("n1",))
+        assert [s.node_of(rank) for rank in range(2)] == ["n0", "s9"]
         await s.finish()
-        await s.check(evicted=evicted)
+        await s.check(evicted=["n1"])
