@@ -47,7 +47,7 @@ POLICY = yaml.safe_dump(
         "mode": "auto",
         "detectors": {
             "progress_note_s": 2.0,
-            "phase_limit_s": {"startup": 60.0, "step": 4.0, "evaluation": 8.0, "checkpoint": 8.0, "undeclared": 60.0},
+            "phase_limit_s": {"startup": 90.0, "step": 4.0, "evaluation": 8.0, "checkpoint": 8.0, "undeclared": 90.0},
         },
         "decider": {"recovery_deadline_s": 90.0, "quiet_s": 5.0},
         "budget": {scope: {"evictions_max": 4, "share_max": 1.0} for scope in ("job", "rack", "fleet")},
