@@ -131,7 +131,7 @@ async def main() -> None:
         own, other = ours[at], theirs[at]
         value, peer_value = (statistics.median(times) - beyond_s for times in (own, other))
         report(
-            f"back_at_work_{name}", value, "s", bound=peer_value * RATIO, peer="nvidia-resiliency-ext 0.4.1, ft_launcher",
+            f"back_at_work_{name}", value, "s", bound=round(peer_value * RATIO, 2), peer="nvidia-resiliency-ext 0.4.1, ft_launcher",
             peer_value=peer_value, n=len(own), limit_s=beyond_s or None, rounds=[round(t - beyond_s, 2) for t in own],
             peer_rounds=[round(t - beyond_s, 2) for t in other], legs=legs[at], **load,
         )  # fmt: skip
