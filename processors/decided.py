@@ -14,6 +14,7 @@ from events.decision import (
     IncidentClosed,
     IncidentOpened,
     IntentIssued,
+    Rung,
     SharedCause,
     TimerSet,
 )
@@ -128,16 +129,25 @@ def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, 
     if data.vetoed:
         return changes | {"answered": {**incident.answered, **dict.fromkeys(data.nodes, data.vetoed)}}
     changes |= {
-        "rung": data.rung if acts else incident.rung, "crash": False, "root": False, "stall": False,
+        "crash": False, "root": False, "stall": False,
         "recoveries": incident.recoveries + 1,
         "reattempts": incident.reattempts + (data.rung == "reattempt"),
         "answered": {**incident.answered, **dict.fromkeys(data.nodes, data.decision)},
-        "nodes_out": tuple(dict.fromkeys((*incident.nodes_out, *(data.nodes if acts else ())))),
         "due": incident.due - {"culprit_window"}, "window": "",
     }  # fmt: skip
-    if acts and data.nodes and data.rung == "evict":
-        named = incident.named.get(data.nodes[-1])
+    if acts and data.mode != "approve":
+        changes |= acting(incident, data.rung, data.nodes)
+    return changes
+
+
+def acting(incident: Incident, rung: Rung, nodes: tuple[str, ...]) -> dict[str, Any]:
+    """What the incident remembers of a remedy that is carried out, for its end to tell. A machine that is replaced is an eviction,
+    whatever made the attempt start anew."""
+    changes: dict[str, Any] = {"rung": "evict" if nodes else rung}
+    if nodes:
+        named = incident.named.get(nodes[-1])
         changes["cause"] = incident.cause or (named.symptom if named else "node_silent")
+        changes["nodes_out"] = tuple(dict.fromkeys((*incident.nodes_out, *nodes)))
     return changes
 
 

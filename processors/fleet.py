@@ -4,13 +4,11 @@ Here the inputs: what operators, detectors, actuators and timers say. What the d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from events import subjects
 from events.action import OutcomeRecorded
 from events.decision import DeciderStarted, TimerFired
-from events.envelope import AnyEvent
 from events.incident import JobFinished, ProgressNoted, SignalCleared
 from events.job import (
     ApprovalGiven,
@@ -24,21 +22,21 @@ from events.job import (
     StopRequested,
 )
 from processors import policy as policies
-from processors.decided import DECIDED
-from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Trouble, with_incident
+from processors.decided import DECIDED, acting
+from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Told, Trouble, with_incident
 
 __all__ = ["NAMING", "Eviction", "Fleet", "Incident", "Job", "Plan", "Trouble", "evolve", "refusal"]
 
 
-def evolve(fleet: Fleet, event: AnyEvent, time_ns: int) -> Fleet:
+def evolve(fleet: Fleet, event: Told, time_ns: int) -> Fleet:
     """The fleet after an event of the ledger that was stored at `time_ns` (own events: their trigger's time)."""
     if time_ns > fleet.now_ns:
-        fleet = replace(fleet, now_ns=time_ns)
+        fleet = fleet._replace(now_ns=time_ns)
     change = _CHANGES.get(type(event.data))
     return change(fleet, event, event.data) if change else fleet
 
 
-def refusal(fleet: Fleet, event: AnyEvent) -> str:
+def refusal(fleet: Fleet, event: Told) -> str:
     """Why an operator's word changes nothing, if so: one sentence. `evolve` refuses the same."""
     data = event.data
     if isinstance(data, JobDeclared):
@@ -72,54 +70,54 @@ def _unfit_declaration(fleet: Fleet, data: JobDeclared) -> str:
 # --- what operators say -------------------------------------------------------------------------------------------------------
 
 
-def _decider_started(fleet: Fleet, event: AnyEvent, data: DeciderStarted) -> Fleet:
-    return replace(fleet, code_version=data.code_version)
+def _decider_started(fleet: Fleet, event: Told, data: DeciderStarted) -> Fleet:
+    return fleet._replace(code_version=data.code_version)
 
 
-def _policy(fleet: Fleet, event: AnyEvent, data: PolicyAdopted) -> Fleet:
+def _policy(fleet: Fleet, event: Told, data: PolicyAdopted) -> Fleet:
     try:
-        return replace(fleet, policy=policies.parse(data.text), policy_digest=policies.digest(data.text))
+        return fleet._replace(policy=policies.parse(data.text), policy_digest=policies.digest(data.text))
     except policies.BadPolicy:  # it was refused where it was read; a ledger that holds one all the same keeps its old policy
         return fleet
 
 
-def _catalogue(fleet: Fleet, event: AnyEvent, data: CatalogueAdopted) -> Fleet:
-    return replace(fleet, catalogue_digest=data.digest)
+def _catalogue(fleet: Fleet, event: Told, data: CatalogueAdopted) -> Fleet:
+    return fleet._replace(catalogue_digest=data.digest)
 
 
-def _declared(fleet: Fleet, event: AnyEvent, data: JobDeclared) -> Fleet:
+def _declared(fleet: Fleet, event: Told, data: JobDeclared) -> Fleet:
     if _unfit_declaration(fleet, data):
         return fleet
     job = Job(declared=data, places=(), standbys=data.standbys).at(data.nodes)
     known = fleet.jobs.get(data.job)
     if known is not None:
         # A run of the same name after its end: numbers go on, so that nothing of the old one can be taken for the new.
-        job = replace(job, attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal)
+        job = job._replace(attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal)
     owners = {**fleet.owners, **{place.node: data.job for place in (*data.standbys, *data.nodes)}}
-    return replace(fleet, owners=owners).put(job)
+    return fleet._replace(owners=owners).put(job)
 
 
-def _standby(fleet: Fleet, event: AnyEvent, data: StandbyAdded) -> Fleet:
+def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None or any(place.node == data.place.node for place in (*job.places, *job.standbys)):
         return fleet
     if data.place.node in job.evicted or (data.place.serial and data.place.serial in fleet.bad_serials):
         return fleet
     owner = fleet.jobs.get(fleet.owners.get(data.place.node, ""))
-    if owner is not None and owner is not job and data.place.node in owner.index and owner.wanted == "running":
+    if owner is not None and owner is not job and data.place.node in owner.by_node and owner.wanted == "running":
         return fleet
-    job = replace(job, standbys=(*job.standbys, data.place))
+    job = job._replace(standbys=(*job.standbys, data.place))
     if job.incident and job.incident.blocked == "no_standby":
         job = with_incident(job, blocked="")
-    return replace(fleet, owners={**fleet.owners, data.place.node: data.job}).put(job)
+    return fleet._replace(owners={**fleet.owners, data.place.node: data.job}).put(job)
 
 
-def _hold(fleet: Fleet, event: AnyEvent, data: HoldPlaced) -> Fleet:
-    return replace(fleet, holds={**fleet.holds, data.job: data.expires_ns})
+def _hold(fleet: Fleet, event: Told, data: HoldPlaced) -> Fleet:
+    return fleet._replace(holds={**fleet.holds, data.job: data.expires_ns})
 
 
-def _release(fleet: Fleet, event: AnyEvent, data: HoldReleased) -> Fleet:
-    return _unheld(replace(fleet, holds={key: value for key, value in fleet.holds.items() if key != data.job}))
+def _release(fleet: Fleet, event: Told, data: HoldReleased) -> Fleet:
+    return _unheld(fleet._replace(holds={key: value for key, value in fleet.holds.items() if key != data.job}))
 
 
 def _unheld(fleet: Fleet) -> Fleet:
@@ -129,34 +127,32 @@ def _unheld(fleet: Fleet) -> Fleet:
     return fleet
 
 
-def _restart(fleet: Fleet, event: AnyEvent, data: RestartRequested) -> Fleet:
+def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
-    return fleet if job is None else fleet.put(replace(job, wanted="running", request=data.symptom))
+    return fleet if job is None else fleet.put(job._replace(wanted="running", request=data.symptom))
 
 
-def _stop(fleet: Fleet, event: AnyEvent, data: StopRequested) -> Fleet:
+def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
-    return fleet if job is None else fleet.put(replace(job, wanted="stopped", request="stop"))
+    return fleet if job is None else fleet.put(job._replace(wanted="stopped", request="stop"))
 
 
-def _approval(fleet: Fleet, event: AnyEvent, data: ApprovalGiven) -> Fleet:
+def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None or job.plan is None or job.plan.decision != data.decision or job.plan.stage != "awaiting":
         return fleet
-    if data.granted:
-        return fleet.put(replace(job, plan=replace(job.plan, stage="decided")))
-    kept = (
-        tuple(node for node in job.incident.nodes_out if node not in job.plan.nodes or node in job.evicted)
-        if job.incident
-        else ()
-    )
-    return fleet.put(with_incident(replace(job, plan=None), blocked="handed_over", rung="hand_over", nodes_out=kept, cause=""))
+    plan = job.plan
+    if not data.granted:
+        return fleet.put(with_incident(job._replace(plan=None), blocked="handed_over", rung="hand_over"))
+    if job.incident:
+        job = with_incident(job, **acting(job.incident, plan.rung, plan.nodes))
+    return fleet.put(job._replace(plan=plan._replace(stage="decided")))
 
 
 # --- what detectors and actuators say -----------------------------------------------------------------------------------------
 
 
-def _cleared(fleet: Fleet, event: AnyEvent, data: SignalCleared) -> Fleet:
+def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
     of_the_job = data.symptom == "job_hang" and event.job in fleet.jobs
     name = event.job if of_the_job or not data.node else fleet.owners.get(data.node, event.job)
     job = fleet.jobs.get(name)
@@ -164,21 +160,20 @@ def _cleared(fleet: Fleet, event: AnyEvent, data: SignalCleared) -> Fleet:
         return fleet
     if data.symptom == "node_silent":
         if job.unfit.get(data.node) == "node_silent":
-            job = replace(job, unfit={key: value for key, value in job.unfit.items() if key != data.node})
-        job = replace(job, silent={key: value for key, value in job.silent.items() if key != data.node})
+            job = job._replace(unfit={key: value for key, value in job.unfit.items() if key != data.node})
+        job = job._replace(silent={key: value for key, value in job.silent.items() if key != data.node})
     elif data.symptom == "job_hang" and event.attempt == job.attempt:
         if job.plan and job.plan.stage == "awaiting" and job.incident and not (job.incident.crashed or job.incident.named):
-            job = replace(job, plan=None)  # it moves again: the restart that waits for a yes is not wanted any more
+            job = job._replace(plan=None)  # it moves again: the restart that waits for a yes is not wanted any more
         job = with_incident(job, stall=False, hung=False)
     return fleet.put(job)
 
 
-def _progress(fleet: Fleet, event: AnyEvent, data: ProgressNoted) -> Fleet:
+def _progress(fleet: Fleet, event: Told, data: ProgressNoted) -> Fleet:
     job = fleet.jobs.get(event.job)
     if job is None or event.attempt != job.attempt or job.ended:
         return fleet
-    job = replace(
-        job,
+    job = job._replace(
         last_progress_ns=max(job.last_progress_ns, data.seen_ns),
         last_step=data.step,
         last_restored=data.restored_step,
@@ -192,55 +187,55 @@ def _healthy(job: Job) -> Job:
     plan = job.plan
     if plan is None or plan.incident or plan.stage not in ("starting", "confirming") or job.confirmed != job.attempt:
         return job
-    return replace(job, plan=None)
+    return job._replace(plan=None)
 
 
-def _finished(fleet: Fleet, event: AnyEvent, data: JobFinished) -> Fleet:
+def _finished(fleet: Fleet, event: Told, data: JobFinished) -> Fleet:
     job = fleet.jobs.get(event.job)
     if job is None or event.attempt != job.attempt or job.ended:  # ranks that end with 0 because they were told to stop
         return fleet
-    return fleet.put(replace(job, wanted="finished", last_step=max(data.step, job.last_step)))
+    return fleet.put(job._replace(wanted="finished", last_step=max(data.step, job.last_step)))
 
 
-def _outcome(fleet: Fleet, event: AnyEvent, data: OutcomeRecorded) -> Fleet:
+def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
     if data.key in job.evicting:
         node = job.evicting[data.key]
         evicting = {key: value for key, value in job.evicting.items() if key != data.key}
-        job = replace(job, evicting=evicting, out=job.out | {node} if data.result == "done" else job.out)
+        job = job._replace(evicting=evicting, out=job.out | {node} if data.result == "done" else job.out)
     plan = job.plan
     if plan is None or data.key not in plan.pending:
         return fleet.put(job)
-    plan = replace(plan, pending={key: verb for key, verb in plan.pending.items() if key != data.key})
+    plan = plan._replace(pending={key: verb for key, verb in plan.pending.items() if key != data.key})
     bad = data.result != "done"
     if data.verb == "stop_attempt" and bad and data.nodes:  # machines that are taken out need not have answered
         bad = any(node not in job.evicted for node in data.nodes)
     # An eviction or a wake-up that failed does not stop the recovery: what counts is whether the attempt starts.
     if bad and data.verb in ("stop_attempt", "start_attempt"):
-        plan = replace(plan, failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
+        plan = plan._replace(failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
     elif data.verb == "start_attempt":
-        plan = replace(plan, stage="confirming")
+        plan = plan._replace(stage="confirming")
     elif data.verb == "stop_attempt" and plan.stop_only:
-        return fleet.put(replace(job, plan=None))
-    return fleet.put(_healthy(replace(job, plan=plan)))
+        return fleet.put(job._replace(plan=None))
+    return fleet.put(_healthy(job._replace(plan=plan)))
 
 
-def _fired(fleet: Fleet, event: AnyEvent, data: TimerFired) -> Fleet:
+def _fired(fleet: Fleet, event: Told, data: TimerFired) -> Fleet:
     if data.purpose == "hold_expiry":
         return _unheld(fleet)
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
     if job.plan is not None and job.plan.deadline == data.timer:
-        job = replace(job, plan=replace(job.plan, overdue=True))
+        job = job._replace(plan=job.plan._replace(overdue=True))
     if job.incident and job.incident.id == data.incident and job.incident.timers.get(data.purpose) == data.timer:
         job = with_incident(job, due=job.incident.due | {data.purpose})
     return fleet.put(job)
 
 
-_CHANGES: Mapping[type, Callable[[Fleet, AnyEvent, Any], Fleet]] = {
+_CHANGES: Mapping[type, Callable[[Fleet, Told, Any], Fleet]] = {
     DeciderStarted: _decider_started, PolicyAdopted: _policy, CatalogueAdopted: _catalogue, JobDeclared: _declared,
     StandbyAdded: _standby, HoldPlaced: _hold, HoldReleased: _release, RestartRequested: _restart, StopRequested: _stop,
     ApprovalGiven: _approval, SignalCleared: _cleared, ProgressNoted: _progress, JobFinished: _finished,
