@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from calendar import timegm
 from datetime import UTC, datetime
 from functools import lru_cache
 
 NS = 1_000_000_000
+_EPOCH = datetime(1970, 1, 1)
 _RFC3339 = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?Z\Z", re.ASCII)
 
 
 @lru_cache(maxsize=4096)
 def _second_text(second: int) -> str:
-    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S") if second >= 0 else _refuse(second)
+    return datetime.fromtimestamp(second, UTC).isoformat()[:19] if second >= 0 else _refuse(second)
 
 
 def _refuse(value: object) -> str:
@@ -22,10 +22,12 @@ def _refuse(value: object) -> str:
 
 @lru_cache(maxsize=4096)
 def _second_of(text: str) -> int:
-    value = timegm(datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timetuple())
-    if value < 0:
+    if (text[4], text[7], text[10], text[13], text[16]) != ("-", "-", "T", ":", ":"):  # fromisoformat reads other shapes too
         _refuse(text)
-    return value
+    since = datetime.fromisoformat(text) - _EPOCH
+    if since.days < 0:
+        _refuse(text)
+    return since.days * 86_400 + since.seconds
 
 
 def text_of(time_ns: int) -> str:
@@ -39,7 +41,7 @@ def text_of(time_ns: int) -> str:
 
 def ns_of(text: str) -> int:
     """The inverse of `text_of`. Raises ValueError."""
-    if len(text) == 30 and text[19] == "." and text[29] == "Z" and (digits := text[20:29]).isdecimal():
+    if len(text) == 30 and text.isascii() and text[19] == "." and text[29] == "Z" and (digits := text[20:29]).isdecimal():
         return _second_of(text[:19]) * NS + int(digits)
     match = _RFC3339.match(text)
     if not match:

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 from base64 import b32encode
 from hashlib import sha256
+from struct import Struct
 
-_ALPHABET = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789abcdefghijklmnopqrstuv")
+_DIGITS = "0123456789abcdefghijklmnopqrstuv"
+_ALPHABET = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", _DIGITS)
+#: The first 136 bits of a digest.
+_WORDS = Struct(">QQB15x").unpack
+#: Two characters for each ten bits. What base64.b32hexencode gives, in a fifth of its time: this is in the inner loop of replay.
+_PAIRS = tuple(a + b for a in _DIGITS for b in _DIGITS)
 
 
 def derived_id(deriver: str, key: str, trigger_id: str, kind: str, ordinal: int) -> str:
     """26 characters (130 bits) of a digest. Never of worker, partition or version (DESIGN section 3)."""
-    text = "\x1f".join((deriver, key, trigger_id, kind, str(ordinal)))
-    return b32encode(sha256(text.encode("utf-8", "surrogatepass")).digest()[:20]).decode().translate(_ALPHABET)[:26]
+    text = f"{deriver}\x1f{key}\x1f{trigger_id}\x1f{kind}\x1f{ordinal}"
+    high, low, rest = _WORDS(sha256(text.encode("utf-8", "surrogatepass")).digest())
+    middle, pairs = (high & 15) << 6 | low >> 58, _PAIRS
+    return (
+        f"{pairs[high >> 54]}{pairs[high >> 44 & 1023]}{pairs[high >> 34 & 1023]}{pairs[high >> 24 & 1023]}"
+        f"{pairs[high >> 14 & 1023]}{pairs[high >> 4 & 1023]}{pairs[middle]}{pairs[low >> 48 & 1023]}"
+        f"{pairs[low >> 38 & 1023]}{pairs[low >> 28 & 1023]}{pairs[low >> 18 & 1023]}{pairs[low >> 8 & 1023]}"
+        f"{pairs[(low & 255) << 2 | rest >> 6]}"
+    )
 
 
 def random_id(time_ns: int, entropy: bytes) -> str:

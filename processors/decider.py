@@ -209,36 +209,35 @@ class Decider:
 
     def _answer(self, turn: _Turn) -> None:
         data = turn.trigger.data
-        if isinstance(data, Signal):
-            turn.say(judge(turn.fleet, turn.trigger, turn.base))
-        elif isinstance(data, HoldPlaced) and data.expires_ns:
-            timer = derived_id("timer", data.job, turn.trigger.id, "hold_expiry", 0)
-            turn.say(
-                [TimerSet(timer=timer, job=data.job, incident="", purpose="hold_expiry", at_ns=data.expires_ns, **turn.base)]
-            )
-        for name in self._concerned(turn):
-            for _ in range(ROUNDS_MAX):
-                job = turn.fleet.jobs.get(name)
-                facts = moves(turn.fleet, job, turn.base) if job and not job.quiet else []
-                if not facts:
-                    break
-                turn.say(facts)
-            else:
-                raise Unsettled(f"job {name}: the rules did not settle at LEDGER sequence {turn.record.sequence}")
+        kind = type(data)
+        if kind is Signal:
+            job = owner_of(turn.fleet, turn.trigger, data.node)
+            turn.say(judge(turn.fleet, job, turn.trigger, turn.base))
+            self._settle(turn, job.name if job else "")
+        elif kind in _OF_ALL or (kind is TimerFired and data.purpose == "hold_expiry"):
+            for name in sorted(turn.fleet.jobs):
+                self._settle(turn, name)
+        elif kind is not Diverged:
+            if kind is HoldPlaced and data.expires_ns:
+                timer = derived_id("timer", data.job, turn.trigger.id, "hold_expiry", 0)
+                at_ns = data.expires_ns
+                turn.say([TimerSet(timer=timer, job=data.job, incident="", purpose="hold_expiry", at_ns=at_ns, **turn.base)])
+            owner = owner_of(turn.fleet, turn.trigger, data.node) if kind in _HAVE_NODE and data.node else None
+            self._settle(turn, owner.name if owner else _job_of(turn.trigger))
 
-    @staticmethod
-    def _concerned(turn: _Turn) -> list[str]:
-        """The jobs whose moves an input can change. A new decider looks at all: its rules may not be those of the one before."""
-        data = turn.trigger.data
-        everyone = isinstance(data, HoldReleased | PolicyAdopted | DeciderStarted)
-        if everyone or (isinstance(data, TimerFired) and data.purpose == "hold_expiry"):
-            return sorted(turn.fleet.jobs)
-        if isinstance(data, Diverged):
-            return []
-        node = data.node if type(data) in _HAVE_NODE else ""
-        owner = owner_of(turn.fleet, turn.trigger, node) if node or isinstance(data, Signal) else None
-        name = owner.name if owner else _job_of(turn.trigger)
-        return [name] if name else []
+    def _settle(self, turn: _Turn, name: str) -> None:
+        """Says what follows for one job, until nothing does."""
+        for _ in range(ROUNDS_MAX):
+            job = turn.fleet.jobs.get(name)
+            facts = moves(turn.fleet, job, turn.base) if job and not job.quiet else ()
+            if not facts:
+                return
+            turn.say(facts)
+        raise Unsettled(f"job {name}: the rules did not settle at LEDGER sequence {turn.record.sequence}")
+
+
+#: After these, every job is looked at. A new decider does so because its rules may not be those of the one before.
+_OF_ALL = frozenset((HoldReleased, PolicyAdopted, DeciderStarted))
 
 
 def _short(digest: Any) -> str:

@@ -61,7 +61,7 @@ def evict(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Sit
         )
         return [veto, *hand_over(fleet, job, incident, base, "hand_over", f"{why}, but {over}", after=1)]
     planned = job.plan.nodes if job.plan and job.plan.incident else ()
-    nodes = tuple(dict.fromkeys((*(n for n in (*planned, *job.gone) if n != node and n in job.index), node)))
+    nodes = tuple(dict.fromkeys((*(n for n in (*planned, *job.gone) if n != node and n in job.by_node), node)))
     standbys = spares_for(fleet, job, nodes)
     if standbys is None:
         text = f"{why}; {no_standby(fleet, job, nodes)}"
@@ -80,8 +80,8 @@ _VETOES = ("budget", "no_standby")
 def over_for(fleet: Fleet, job: Job, incident: Incident, node: str) -> Over | None:
     """The budget that evicting this node would break. What was decided in the incident and is not spent yet (it waits for a yes, or
     is only observed) counts as well."""
-    promised = [n for n, by in incident.answered.items() if by not in _VETOES and n in job.index and n not in job.evicted]
-    return over_budget(fleet, job, job.index[node], tuple(job.index[n] for n in promised if n != node))
+    promised = [n for n, by in incident.answered.items() if by not in _VETOES and n in job.by_node and n not in job.evicted]
+    return over_budget(fleet, job, job.by_node[node], tuple(job.by_node[n] for n in promised if n != node))
 
 
 def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
@@ -165,7 +165,7 @@ def still_right(fleet: Fleet, job: Job, plan: Plan) -> str:
     for standby in plan.standbys:
         if standby not in usable:
             return f"standby {standby} is not to be used any more"
-    new = [job.index[node] for node in plan.nodes if node in job.index and node not in job.evicted]
+    new = [job.by_node[node] for node in plan.nodes if node in job.by_node and node not in job.evicted]
     for i, place in enumerate(new):
         over = over_budget(fleet, job, place, tuple(new[:i]))
         if over is not None:

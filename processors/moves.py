@@ -207,14 +207,14 @@ def _answer_stall(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 
 def _silence_settles(job: Job, incident: Incident) -> bool:
     """Whether a silent machine is about to be judged: the crash or stall is then answered together with it."""
-    return incident.waits_for("shared_window") and any(node in job.index for node in job.silent)
+    return incident.waits_for("shared_window") and any(node in job.by_node for node in job.silent)
 
 
 def _watch_silence(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     incident = _open(job)
     if incident is None or job.plan is not None:
         return []
-    silent = [node for node in job.silent if node in job.index]
+    silent = [node for node in job.silent if node in job.by_node]
     if not silent or incident.named or incident.crash or incident.stall or incident.shared:
         return []
     if incident.waits_for("silence_window"):
@@ -241,7 +241,7 @@ def _nothing_left(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     incident = job.incident
     if incident is None or job.plan is not None or incident.crash or incident.stall:
         return []
-    if incident.blocked not in ("", "handed_over") or any(node in job.index for node in job.silent):
+    if incident.blocked not in ("", "handed_over") or any(node in job.by_node for node in job.silent):
         return []
     if not (incident.crashed or incident.named or incident.hung):  # silence or a stall that went by itself
         symptom = "monitor_lost" if incident.symptom == "node_silent" else incident.symptom

@@ -30,12 +30,12 @@ def causes(fleet: Fleet, job: Job, incident: Incident) -> list[Cause]:
     troubled: dict[str, Trouble] = {}
     for trouble in (incident.named, job.silent):
         for node, what in trouble.items():
-            if what.learnt_ns >= since and node in job.index:
+            if what.learnt_ns >= since and node in job.by_node:
                 troubled[node] = what
     bad: dict[Scope, int] = {}
     symptoms: dict[Scope, str] = {}
     for node, what in troubled.items():
-        for scope in scopes(job.index[node]):
+        for scope in scopes(job.by_node[node]):
             bad[scope] = bad.get(scope, 0) + 1
             symptoms.setdefault(scope, what.symptom)
     return [
@@ -70,6 +70,6 @@ def uncovered(job: Job, incident: Incident, nodes: Iterable[str]) -> Iterator[Pl
     if ("fleet", "") in incident.shared:
         return
     for node in nodes:
-        place = job.index.get(node)
+        place = job.by_node.get(node)
         if place is not None and place.rack not in racks and place.switch not in switches:
             yield place
