@@ -193,7 +193,8 @@ def held(state: State, job: str) -> bool:
 def judge(state: State, pending: Pending) -> CarryOut | Refuse:
     """What is to be done with an intent, as of now."""
     intent = pending.intent
-    if why := stale(state, intent):
+    # An eviction that has begun is brought to its end: the machine is out, whatever became of the incident meanwhile.
+    if (why := stale(state, intent)) and not (intent.verb == "evict_node" and pending.begun):
         return Refuse(pending, "refused_stale", why)
     if state.now_ns > intent.expires_ns:
         return Refuse(

@@ -229,11 +229,18 @@ class Demo:
         view = self.watch.jobs.get(JOB)
         return view.step if view else -1
 
-    async def _steady(self, steps: int = 22) -> None:
-        """Lets the job train on a while, past its next checkpoint, so that a fault falls into steady training."""
+    async def _steady(self, steps: int = 12) -> None:
+        """Lets the job train on a while, until spare workers are warm again: a fault a day, not a fault a second, is the rule."""
         self.say("training")
         goal = self.step() + steps
-        await self._until(lambda: self.step() >= goal and not self.watch.open_incidents(), 40, "steps")
+        await self._until(lambda: self.step() >= goal and not self.watch.open_incidents() and self._warm(), 60, "steps")
+
+    def _warm(self) -> bool:
+        job = self.watch.fleet.jobs.get(JOB)
+        if job is None:
+            return False
+        beats = [self.watch.nodes.get(place.node, (0, None))[1] for place in (*job.places, *job.standbys)]
+        return all(beat is not None and beat.parked >= 1 for beat in beats)
 
     async def _finish(self) -> None:
         score = self._new("the job finishes", "no incident")

@@ -64,7 +64,8 @@ def judged(
         rank_since_ns = max(rank.moved_ns, began_ns, heard_from_ns)
         if now_ns - rank_since_ns <= limits.get(rank.phase, limits["undeclared"]):
             earliest_ns = min(earliest_ns, rank_since_ns)
-        elif rank.state or now_ns - rank.hook_ns <= silence_ns:
+        # An uninterruptible sleep is a moment's sample: seen last before an agent was lost, it tells nothing of the time since.
+        elif rank.state not in ("", "D") or now_ns - rank.hook_ns <= silence_ns:
             behind.append((number, rank))
         else:
             quiet.append(number)
