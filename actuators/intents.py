@@ -193,8 +193,10 @@ def held(state: State, job: str) -> bool:
 def judge(state: State, pending: Pending) -> CarryOut | Refuse:
     """What is to be done with an intent, as of now."""
     intent = pending.intent
-    # An eviction that has begun is brought to its end: the machine is out, whatever became of the incident meanwhile.
-    if (why := stale(state, intent)) and not (intent.verb == "evict_node" and pending.begun):
+    why = stale(state, intent)
+    # An eviction that has begun is brought to its end though the job is back before it: the machine is out for good.
+    finishing = intent.verb == "evict_node" and pending.begun and intent.decision == state.job(intent.job).newest
+    if why and not finishing:
         return Refuse(pending, "refused_stale", why)
     if state.now_ns > intent.expires_ns:
         return Refuse(
