@@ -332,7 +332,7 @@ async def test_an_agent_that_comes_back_finds_its_ranks_and_the_exit_it_missed_o
     pids = {p.rank: p.pid for p in host.processes()}
     await host.close()
     os.kill(pids[1], signal.SIGTERM)
-    await until(lambda: stat(pids[1]) is None or stat(pids[1]).state == "Z")
+    await until(lambda: (now := stat(pids[1])) is None or now.state == "Z")
     await until(lambda: len(list((world.folder / "state" / "slots").glob("*/exit.json"))) == 1)
     assert world.told(RankExit) == []
     fresh = await world.host()
