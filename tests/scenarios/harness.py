@@ -137,8 +137,7 @@ class Scenario:
         await asyncio.gather(*self._readers, return_exceptions=True)
         self._readers = []
         if self.nc is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.nc.close(), 3)
+            await self.nc.close()
             self.nc = None
 
     async def _read(self, stream: str) -> None:
