@@ -37,6 +37,8 @@ EVENT_CLASSES: Mapping[str, type[AnyEvent]] = {
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(
     Annotated[Union[tuple(EVENT_CLASSES.values())], Field(discriminator="type")]  # type: ignore[arg-type]  # noqa: UP007
 )
+#: The validator's own method: the adapter's would only pass its options on.
+_VALIDATE_JSON: Callable[[bytes], AnyEvent] = _ADAPTER.validator.validate_json
 
 
 class Malformed(ValueError):
@@ -46,7 +48,7 @@ class Malformed(ValueError):
 def parse(raw: bytes) -> AnyEvent:
     """An event from its JSON; old versions come out as the current one. Raises Malformed."""
     try:
-        return _ADAPTER.validate_json(raw)
+        return _VALIDATE_JSON(raw)
     except ValidationError as error:
         upcasted = _upcast(raw)
         if upcasted is not None:

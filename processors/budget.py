@@ -47,12 +47,7 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
     found = over("job", job.name, rules.job, len(job.places), lambda e: e.job == job.name)
     if found is not None:
         return found
-    # Evicted machines still count: a denominator that shrank with each eviction would tighten the budget as it is spent.
-    everyone = {
-        p.node: p for j in fleet.jobs.values() for p in (*j.declared.nodes, *j.declared.standbys, *j.places, *j.standbys)
-    }.values()
-    found = over("fleet", "", rules.fleet, len(everyone), lambda e: True)
+    found = over("fleet", "", rules.fleet, fleet.sizes.get(("fleet", ""), 0), lambda e: True)
     if found is not None or not place.rack:
         return found
-    in_rack = sum(1 for p in everyone if p.rack == place.rack)
-    return over("rack", place.rack, rules.rack, in_rack, lambda e: e.rack == place.rack)
+    return over("rack", place.rack, rules.rack, fleet.sizes.get(("rack", place.rack), 0), lambda e: e.rack == place.rack)

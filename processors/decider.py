@@ -7,7 +7,7 @@ the same ledger: live, on taking over, and in replay.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from events.incident import Signal
 from events.job import HoldPlaced, HoldReleased, PolicyAdopted
 from events.ports import Record
 from events.registry import FACTS, Malformed, canonical, make, parse
-from processors.fleet import evolve, refusal
+from processors.fleet import REFUSABLE, evolve, refusal
 from processors.judge import judge, owner_of
 from processors.moves import moves
 from processors.state import Fleet
@@ -95,6 +95,8 @@ def _job_of(event: AnyEvent) -> str:
 
 def is_own(subject: str) -> bool:
     """Whether a LEDGER subject holds what the decider derived (and so is compared, not folded as input)."""
+    if ".decider." not in subject:
+        return False
     parts = subject.split(".")
     return len(parts) == 4 and parts[2] == "decider" and parts[3] not in UNDERIVED
 
@@ -142,6 +144,14 @@ class _Turn:
             self.fleet = evolve(self.fleet, said, time_ns)
 
 
+@lru_cache(maxsize=4096)
+def _believed(subject: str, kind: Hashable, job: str) -> bool:
+    """Whether a fact of this kind and job may stand on the subject: the server lets each role write under its own name only."""
+    parts = subject.split(".")
+    name = KINDS[kind]  # type: ignore[index]
+    return len(parts) == 4 and parts[1] == subjects.token(job) and parts[2] == ROLE_OF.get(name) and parts[3] == name
+
+
 class Decider:
     """Folds inputs in sequence. `fleet` is the state, `digest` the running digest of the ledger as folded."""
 
@@ -183,12 +193,11 @@ class Decider:
 
     def _read(self, record: Record) -> AnyEvent | None:
         """The input, if it is readable, believed from where it comes, new, and not refused."""
-        parts = record.subject.split(".")
         try:
             event = parse(record.data)
-            kind, job = KINDS[type(event.data)], _job_of(event) or subjects.FLEET
-            if len(parts) != 4 or parts[3] != kind or ROLE_OF.get(kind) != parts[2] or parts[1] != subjects.token(job):
-                raise Malformed(f"a {kind} of job {job[:80]!r} is not believed on {record.subject[:200]}")
+            kind = type(event.data)
+            if not _believed(record.subject, kind, _job_of(event) or subjects.FLEET):  # type: ignore[arg-type]  # classes are
+                raise Malformed(f"a {KINDS[kind]} of job {_job_of(event)[:80]!r} is not believed on {record.subject[:200]}")
         except (Malformed, subjects.BadName) as error:
             self._skip(record, str(error))
             return None
@@ -197,7 +206,7 @@ class Decider:
         self._ids[event.id] = None
         if len(self._ids) >= IDS_MAX // 2:  # two generations, so that remembering costs the same at any age of the ledger
             self._ids, self._older_ids = {}, self._ids
-        why = refusal(self.fleet, event)
+        why = refusal(self.fleet, event) if kind in REFUSABLE else ""
         if why:
             self._skip(record, why)
             return None

@@ -31,9 +31,13 @@ __all__ = ["NAMING", "Eviction", "Fleet", "Incident", "Job", "Plan", "Trouble", 
 def evolve(fleet: Fleet, event: Told, time_ns: int) -> Fleet:
     """The fleet after an event of the ledger that was stored at `time_ns` (own events: their trigger's time)."""
     if time_ns > fleet.now_ns:
-        fleet = fleet._replace(now_ns=time_ns)
+        fleet = Fleet(time_ns, *fleet[1:])
     change = _CHANGES.get(type(event.data))
     return change(fleet, event, event.data) if change else fleet
+
+
+#: Kinds of which one may be refused.
+REFUSABLE = frozenset((JobDeclared, PolicyAdopted))
 
 
 def refusal(fleet: Fleet, event: Told) -> str:
@@ -93,8 +97,7 @@ def _declared(fleet: Fleet, event: Told, data: JobDeclared) -> Fleet:
     if known is not None:
         # A run of the same name after its end: numbers go on, so that nothing of the old one can be taken for the new.
         job = job._replace(attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal)
-    owners = {**fleet.owners, **{place.node: data.job for place in (*data.standbys, *data.nodes)}}
-    return fleet._replace(owners=owners).put(job)
+    return fleet.with_machines(data.job, (*data.nodes, *data.standbys)).put(job)
 
 
 def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
@@ -109,7 +112,7 @@ def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
     job = job._replace(standbys=(*job.standbys, data.place))
     if job.incident and job.incident.blocked == "no_standby":
         job = with_incident(job, blocked="")
-    return fleet._replace(owners={**fleet.owners, data.place.node: data.job}).put(job)
+    return fleet.with_machines(data.job, (data.place,)).put(job)
 
 
 def _hold(fleet: Fleet, event: Told, data: HoldPlaced) -> Fleet:

@@ -54,7 +54,7 @@ def replay(records: Iterable[Record]) -> Replayed:
             owed.extend((record.sequence, out) for out in decider.feed(record))
             continue
         result.decisions += 1
-        running.update(record.subject.encode() + b"\x1f" + record.data + b"\x1e")
+        running.update(b"%b %b\n" % (record.subject.encode(), record.data))
         if not owed:
             if record.data in matched:
                 continue

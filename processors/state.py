@@ -198,12 +198,27 @@ class Fleet(NamedTuple):
     holds: Mapping[str, int] = {}
     evictions: tuple[Eviction, ...] = ()
     bad_serials: Mapping[str, str] = {}
-    #: node -> job, of every place and standby declared.
+    #: Every machine that was declared, as a place or a standby: whose it is, where it stands, and how many share what. Evicted ones
+    #: count: a budget whose denominator shrank with each eviction would tighten as it is spent.
     owners: Mapping[str, str] = {}
+    machines: Mapping[str, Place] = {}
+    sizes: Mapping[Scope, int] = {}
 
     def held(self, job: str) -> bool:
         """Whether a hold on the job or the fleet stands now."""
         return any(key in self.holds and (self.holds[key] == 0 or self.now_ns < self.holds[key]) for key in ("", job))
+
+    def with_machines(self, job: str, places: Iterable[Place]) -> Fleet:
+        """The fleet with these machines as the job's."""
+        owners, machines, sizes = dict(self.owners), dict(self.machines), dict(self.sizes)
+        for place in places:
+            old = machines.get(place.node)
+            for scope in scopes(old) if old else ():
+                sizes[scope] -= 1
+            for scope in scopes(place):
+                sizes[scope] = sizes.get(scope, 0) + 1
+            owners[place.node], machines[place.node] = job, place
+        return self._replace(owners=owners, machines=machines, sizes=sizes)
 
     def put(self, job: Job) -> Fleet:
         return self._replace(jobs={**self.jobs, job.name: job})

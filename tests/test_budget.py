@@ -35,6 +35,7 @@ def fleet_of(racks: list[str], policy: Policy, evictions: list[tuple[int, int]],
     fleet = Fleet(policy=policy, now_ns=now_s * NS)
     for name, mine, spares in (("gpt", places[:6], places[6:8]), ("llm", places[8:11], places[11:])):
         declared = JobDeclared(job=name, nodes=tuple(mine), standbys=tuple(spares), command=("x",))
+        fleet = fleet.with_machines(name, (*mine, *spares))
         fleet = fleet.put(Job(declared=declared, places=(), standbys=tuple(spares)).at(tuple(mine)))
     gone = tuple(Eviction(at_s * NS, "gpt" if i < 8 else "llm", NODES[i], racks[i]) for at_s, i in sorted(evictions))
     return fleet._replace(evictions=gone)

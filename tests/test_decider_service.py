@@ -113,7 +113,9 @@ async def test_down_while_all_happens(path: Path) -> None:
     host = Host(lambda: MemoryLog(bus), Timers())
     await host.caught_up(lambda: len(bus.records(LEDGER)))
     await host.stop()
-    unsigned = [line.replace('"code_version": "1", ', "").replace('"code_version": "", ', "") for line in plain(bus.records(LEDGER))]
+    unsigned = [
+        line.replace('"code_version": "1", ', "").replace('"code_version": "", ', "") for line in plain(bus.records(LEDGER))
+    ]
     assert unsigned == [line.replace('"code_version": "1", ', "") for line in plain(story.records)]
     holds(bus)
 
