@@ -1,7 +1,7 @@
 """The envelope of every event: CloudEvents 1.0 in its JSON form, with keepstep's extensions in lower case as the standard asks.
 
-    {"attempt":3,"bootid":"…","data":{…},"id":"…","job":"gpt","number":17,"source":"node/n1/heartbeat","specversion":"1.0",
-     "subject":"n1","time":"2026-01-01T00:00:00.000000000Z","type":"keepstep.heartbeat.v1"}
+{"attempt":3,"bootid":"…","data":{…},"id":"…","job":"gpt","number":17,"source":"node/n1/heartbeat","specversion":"1.0",
+ "subject":"n1","time":"2026-01-01T00:00:00.000000000Z","type":"keepstep.heartbeat.v1"}
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ class EventLog(Protocol):
         it raises as `append` does, it may be none or a beginning."""
         ...
 
-    def read(
-        self, *, after: int = 0, subjects: Sequence[str] = (), follow: bool = False
-    ) -> AsyncIterator[Record]:
+    def read(self, *, after: int = 0, subjects: Sequence[str] = (), follow: bool = False) -> AsyncIterator[Record]:
         """Records with sequence > `after` whose subject matches one of `subjects` (NATS wildcards; none: all), in order.
 
         Without `follow` the reading ends at what was the last sequence when it began.

@@ -32,7 +32,8 @@ assert len(BY_TYPE) == len(FACTS)
 UPCASTERS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
 EVENT_CLASSES: Mapping[str, type[AnyEvent]] = {
-    fact.TYPE: Event[Literal[fact.TYPE], fact] for fact in FACTS  # type: ignore[valid-type, name-defined]
+    fact.TYPE: Event[Literal[fact.TYPE], fact]
+    for fact in FACTS  # type: ignore[valid-type, name-defined]
 }
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(
     Annotated[Union[tuple(EVENT_CLASSES.values())], Field(discriminator="type")]  # type: ignore[arg-type]  # noqa: UP007

@@ -47,7 +47,9 @@ def split_key(table_key: bytes) -> tuple[int, str | None]:
     """(partition, key), the key None for the clock's. Keys of one table are told apart by their partition's number."""
     match = _TABLE_KEY.fullmatch(table_key.decode("utf-8", "surrogatepass"))
     if match is None:
-        raise UnreadableState(f"the table holds the key {table_key[:80]!r}, which is not ours; remove the changelog to rebuild it")
+        raise UnreadableState(
+            f"the table holds the key {table_key[:80]!r}, which is not ours; remove the changelog to rebuild it"
+        )
     return int(match[1]), match[3] if match[2] == "=" else None
 
 
