@@ -31,10 +31,7 @@ assert len(BY_TYPE) == len(FACTS)
 #: type of an old version -> (type of the next, function from its data to the next one's). Followed until a current type is met.
 UPCASTERS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
-EVENT_CLASSES: Mapping[str, type[AnyEvent]] = {
-    fact.TYPE: Event[Literal[fact.TYPE], fact]
-    for fact in FACTS  # type: ignore[valid-type, name-defined]
-}
+EVENT_CLASSES: Mapping[str, type[AnyEvent]] = {fact.TYPE: Event[Literal[fact.TYPE], fact] for fact in FACTS}  # type: ignore[valid-type, name-defined]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(
     Annotated[Union[tuple(EVENT_CLASSES.values())], Field(discriminator="type")]  # type: ignore[arg-type]  # noqa: UP007
 )
