@@ -329,8 +329,7 @@ async def serve(options: argparse.Namespace) -> None:
         if lost.is_set() and not stop.is_set():
             raise Superseded("the actuators' lease is over")
     finally:
-        with contextlib.suppress(NatsError, OSError, TimeoutError):
-            await asyncio.wait_for(nc.close(), 2.0)
+        await nc.close()
 
 
 async def _term(nc: Any, log_of: Callable[[Any, str], EventLog], lease: Any, backends: Mapping[str, Backend]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
 from events import subjects
 from events.decision import Decided, DeciderStarted, Diverged, TimerSet
@@ -395,8 +393,7 @@ async def _serve(options: argparse.Namespace) -> None:
         if isinstance(result, Exception):
             raise result
     finally:
-        with contextlib.suppress(NatsError, OSError, TimeoutError):
-            await asyncio.wait_for(nc.close(), 2.0)
+        await nc.close()
 
 
 def main(arguments: list[str] | None = None) -> int:

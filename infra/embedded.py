@@ -8,7 +8,6 @@ leaves `connection.json` there, by which other commands find it. Every user has 
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from infra import clock
+from infra.child import ending_with_parent
 from infra.keys import Key, check_listen, ensure_key, write_secret
 from infra.permissions import ROLES, Identity, node, role, users_block
 
 VERSION_MIN = (2, 15)
 PAYLOAD_BYTES_MAX = 1 << 20
-_PR_SET_PDEATHSIG = 1
 _LOG_BYTES_KEPT = 16 << 20
 
 
@@ -220,14 +219,6 @@ class EmbeddedServer:
 
     def _spawn(self, binary: str) -> None:
         """Forks from a thread that lives as long as the child: PDEATHSIG is sent when the forking *thread* ends."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(0)
-
         assert self._lock is not None
         lock_fd, started = self._lock.fileno(), threading.Event()
         failure: list[BaseException] = []
@@ -242,7 +233,7 @@ class EmbeddedServer:
                     stderr=(self.store / "server.err").open("wb"),
                     start_new_session=True,
                     pass_fds=(lock_fd,),
-                    preexec_fn=die_with_parent,
+                    preexec_fn=ending_with_parent(),
                 )
             except BaseException as error:
                 failure.append(error)

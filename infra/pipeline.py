@@ -118,7 +118,7 @@ async def adopt(nc: BusClient, text: str, author: str, catalogue: str = "") -> b
     policy = policies.parse(text)
     digest = policies.digest(text)
     ledger = JetStreamLog(nc, LEDGER)
-    in_force = await _last(ledger, PolicyAdopted)
+    in_force = await last_said(ledger, PolicyAdopted)
     new = in_force is None or in_force.digest != digest
     if new:
         await say(ledger, PolicyAdopted(text=text, digest=digest, author=author), "")
@@ -127,14 +127,14 @@ async def adopt(nc: BusClient, text: str, author: str, catalogue: str = "") -> b
             event = make(settings, id=new_event_id(), source="operator", subject="policy", time=wall_ns())
             await nc.jetstream().publish(subject, canonical(event))
     text = catalogue or catalogue_text()
-    known = await _last(ledger, CatalogueAdopted)
+    known = await last_said(ledger, CatalogueAdopted)
     digest = policies.digest(text)
     if known is None or known.digest != digest:
         await say(ledger, CatalogueAdopted(text=text, digest=digest, author=author), "")
     return new
 
 
-async def _last(ledger: JetStreamLog, fact: type[Fact]) -> PolicyAdopted | CatalogueAdopted | None:
+async def last_said(ledger: JetStreamLog, fact: type[Fact]) -> PolicyAdopted | CatalogueAdopted | None:
     where = subjects.ledger(subjects.FLEET, "operator", fact.kind())
     last = await ledger.last_sequence(where)
     found: PolicyAdopted | CatalogueAdopted | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -13,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from infra.child import ending_with_parent
+
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.2, 5.0
 LOG_BYTES_MAX = 16 << 20
 #: A child that lived this long is taken to have started well: its pause begins anew.
 WELL_AFTER_S = 10.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(RuntimeError):
@@ -65,13 +64,6 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         if child.log.exists() and child.log.stat().st_size > LOG_BYTES_MAX:
             child.log.replace(child.log.with_suffix(".log.1"))
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(0)
-
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 *child.arguments,
@@ -80,7 +72,7 @@ class Supervisor:
                 stderr=log,
                 env={**os.environ, **child.environment},
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=ending_with_parent(),
             )
 
     async def _keep(self, child: Child) -> None:

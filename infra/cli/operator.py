@@ -190,10 +190,10 @@ def register(app: typer.Typer) -> None:
             console.print(default_policy_text(), markup=False)
             return
         from events.job import PolicyAdopted
-        from infra.pipeline import _last
+        from infra.pipeline import last_said
 
         async def work(nc: BusClient) -> str:
-            found = await _last(JetStreamLog(nc, LEDGER), PolicyAdopted)
+            found = await last_said(JetStreamLog(nc, LEDGER), PolicyAdopted)
             return found.text if found else default_policy_text()
 
         console.print(run(with_bus(address(home, url, key), "observer", work)), markup=False)
