@@ -23,7 +23,7 @@ from events.ports import (
     Record,
     StaleWriter,
 )
-from events.subjects import TICK_JOB, TICK_NODE, matches, partition, token
+from events.subjects import JOB, NODE, PARTITIONS, matches, partition, settings, tick, token
 
 DUPLICATE_WINDOW_NS = 120 * NS
 PAYLOAD_BYTES_MAX = 1 << 20
@@ -31,8 +31,8 @@ PAYLOAD_BYTES_MAX = 1 << 20
 START_NS = 1_767_225_600 * NS
 
 _SUBJECTS: Mapping[str, tuple[str, ...]] = {
-    TELEMETRY_NODE: ("telemetry.*.node.*", "clock.node.>"),
-    TELEMETRY_JOB: ("telemetry.*.job.*.*", "clock.job.>"),
+    TELEMETRY_NODE: ("telemetry.*.node.*", settings(NODE, "*")),
+    TELEMETRY_JOB: ("telemetry.*.job.*.*", settings(JOB, "*")),
     LEDGER: ("ledger.*.*.*",),
     DEADLETTER: ("deadletter.>",),
 }
@@ -43,9 +43,9 @@ def stored_subject(stream: str, subject: str) -> str:
     """The subject under which a stream stores a message (its subject transform)."""
     parts = subject.split(".")
     if stream == TELEMETRY_NODE and matches(subject, "telemetry.*.node.*"):
-        return f"tn.{partition(parts[1])}.{parts[1]}.{parts[3]}"
+        return f"{NODE}.{partition(parts[1])}.{parts[1]}.{parts[3]}"
     if stream == TELEMETRY_JOB and matches(subject, "telemetry.*.job.*.*"):
-        return f"tj.{partition(parts[3])}.{parts[1]}.{parts[3]}.{parts[4]}"
+        return f"{JOB}.{partition(parts[3])}.{parts[1]}.{parts[3]}.{parts[4]}"
     return subject
 
 
@@ -105,11 +105,12 @@ class MemoryBus:
         self.now_ns = end_ns
 
     def tick(self) -> None:
-        """One tick into both telemetry streams, now."""
+        """One tick into each partition of both telemetry streams, now."""
         from infra.streams import TICK_BODY
 
-        self.store(TELEMETRY_NODE, TICK_NODE, TICK_BODY, {})
-        self.store(TELEMETRY_JOB, TICK_JOB, TICK_BODY, {})
+        for part in range(PARTITIONS):
+            self.store(TELEMETRY_NODE, tick(NODE, part), TICK_BODY, {})
+            self.store(TELEMETRY_JOB, tick(JOB, part), TICK_BODY, {})
 
     def store(self, stream: str, subject: str, data: bytes, headers: Mapping[str, str]) -> Record:
         """Stores without asking anything; each record is a nanosecond later than the one before."""

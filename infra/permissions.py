@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from events.subjects import token
+from events.subjects import JOB, NODE, settings, token
 
 ROLES = ("admin", "detector", "decider", "actuator", "operator", "observer")
 
@@ -37,7 +37,7 @@ _READ = (
     "$JS.ACK.>",
     "$JS.FC.>",
 )
-_SETTINGS = ("clock.node.settings", "clock.job.settings")
+_SETTINGS = (settings(NODE, "*"), settings(JOB, "*"))
 
 #: What each role may publish beside `_READ`. `ks.changelog.>` and `$KV.*.>`: tables and leases of the processors.
 _WRITES: dict[str, tuple[str, ...]] = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from events import subjects
@@ -121,11 +122,12 @@ async def adopt(nc: BusClient, text: str, author: str, catalogue: str = "") -> b
     in_force = await last_said(ledger, PolicyAdopted)
     new = in_force is None or in_force.digest != digest
     if new:
-        await say(ledger, PolicyAdopted(text=text, digest=digest, author=author), "")
         settings = SettingsAdopted(settings=policies.detector_settings(policy), policy_digest=digest)
-        for subject in (subjects.SETTINGS_NODE, subjects.SETTINGS_JOB):
+        for stream, partition in product((subjects.NODE, subjects.JOB), range(subjects.PARTITIONS)):
             event = make(settings, id=new_event_id(), source="operator", subject="policy", time=wall_ns())
-            await nc.jetstream().publish(subject, canonical(event))
+            await nc.jetstream().publish(subjects.settings(stream, partition), canonical(event))
+        # Last, so that whoever was stopped on the way is seen not to have adopted it, and does all of it again.
+        await say(ledger, PolicyAdopted(text=text, digest=digest, author=author), "")
     text = catalogue or catalogue_text()
     known = await last_said(ledger, CatalogueAdopted)
     digest = policies.digest(text)

@@ -20,7 +20,7 @@ from nats.errors import Error as NatsError
 from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, TIMERS, LogUnavailable
 from events.presence import Tick
 from events.registry import canonical, make
-from events.subjects import PARTITIONS, TICK_JOB, TICK_NODE
+from events.subjects import JOB, NODE, PARTITIONS, settings, tick
 
 CLOCK = "CLOCK"
 LEASES = "LEASES"
@@ -33,7 +33,7 @@ VERSION_MIN = (2, 15)
 _SECOND_NS = 1_000_000_000
 _DAY_NS = 86_400 * _SECOND_NS
 _GIB = 1 << 30
-#: The tick's schedule and where it fires; telemetry streams store it under names of their own.
+#: A partition's tick: its schedule and where it fires. Telemetry streams store it among the partition's own.
 TICK_SCHEDULE = "tick.schedule"
 TICK_SECOND = "tick.second"
 #: One fixed event: a tick says nothing but its record's broker time.
@@ -56,12 +56,17 @@ class Limits:
     lease_ttl_ns: int = 6 * _SECOND_NS
 
 
-def _telemetry(name: str, source: str, stored: str, settings: str, tick: str, limits: Limits, replicas: int) -> dict[str, Any]:
+def _telemetry(name: str, source: str, stored: str, prefix: str, limits: Limits, replicas: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "name": name,
-        "subjects": [source, settings],
+        "subjects": [source, settings(prefix, "*")],
         "subject_transform": {"src": source, "dest": stored},
-        "sources": [{"name": CLOCK, "subject_transforms": [{"src": TICK_SECOND, "dest": tick}]}],
+        "sources": [
+            {
+                "name": CLOCK,
+                "subject_transforms": [{"src": f"{TICK_SECOND}.*", "dest": tick(prefix, "{{wildcard(1)}}")}],
+            }
+        ],
         "max_age": limits.telemetry_age_ns,
         "max_bytes": limits.telemetry_bytes,
     }
@@ -75,23 +80,21 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
     limits = limits or Limits()
     n = PARTITIONS
     own: list[dict[str, Any]] = [
-        {"name": CLOCK, "subjects": ["tick.*"], "allow_msg_schedules": True, "max_msgs_per_subject": 60},
+        {"name": CLOCK, "subjects": ["tick.*.*"], "allow_msg_schedules": True, "max_msgs_per_subject": 60},
         {"name": TIMERS, "subjects": ["timer.*", "fired.*.*"], "allow_msg_schedules": True, "max_age": 0},
         _telemetry(
             TELEMETRY_NODE,
             "telemetry.*.node.*",
-            f"tn.{{{{partition({n},1)}}}}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}",
-            "clock.node.>",
-            TICK_NODE,
+            f"{NODE}.{{{{partition({n},1)}}}}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}",
+            NODE,
             limits,
             replicas,
         ),
         _telemetry(
             TELEMETRY_JOB,
             "telemetry.*.job.*.*",
-            f"tj.{{{{partition({n},2)}}}}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{{{{wildcard(3)}}}}",
-            "clock.job.>",
-            TICK_JOB,
+            f"{JOB}.{{{{partition({n},2)}}}}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{{{{wildcard(3)}}}}",
+            JOB,
             limits,
             replicas,
         ),
@@ -220,22 +223,21 @@ def _plain(value: Any, field: str) -> Any:
 
 
 async def _start_ticks(nc: Client) -> None:
-    """One schedule, fired into CLOCK each second; publishing it again only replaces it, so it is left alone if it is there."""
-    found = await api(nc, f"STREAM.MSG.GET.{CLOCK}", {"last_by_subj": TICK_SCHEDULE})
-    if "error" not in found:
-        return
-    headers = {
-        "Nats-Schedule": "@every 1s",
-        "Nats-Schedule-Target": TICK_SECOND,
-        "Nats-Expected-Last-Subject-Sequence": "0",
-    }
-    try:
-        reply = await nc.request(TICK_SCHEDULE, TICK_BODY, timeout=5, headers=headers)
-    except NatsError as error:
-        raise LogUnavailable(f"the bus did not take the tick's schedule: {_why(error)}") from error
-    answer = json.loads(reply.data)
-    if _code(answer) != _STALE:  # else someone else started it between the two
-        _raise_for(answer, "the tick's schedule was refused")
+    """A schedule a partition, fired into CLOCK each second; what is there is refused again, and so left alone."""
+    for partition in range(PARTITIONS):
+        schedule = f"{TICK_SCHEDULE}.{partition}"
+        headers = {
+            "Nats-Schedule": "@every 1s",
+            "Nats-Schedule-Target": f"{TICK_SECOND}.{partition}",
+            "Nats-Expected-Last-Subject-Sequence": "0",
+        }
+        try:
+            reply = await nc.request(schedule, TICK_BODY, timeout=5, headers=headers)
+        except NatsError as error:
+            raise LogUnavailable(f"the bus did not take the schedule of the tick: {_why(error)}") from error
+        answer = json.loads(reply.data)
+        if _code(answer) != _STALE:
+            _raise_for(answer, "the schedule of the tick was refused")
 
 
 async def check_server(nc: Client) -> None:

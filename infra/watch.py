@@ -13,6 +13,7 @@ from events.incident import ProgressNoted
 from events.ports import Record
 from events.presence import Heartbeat
 from events.registry import Malformed, parse
+from events.subjects import is_clocks
 from events.training import RankExit, RankStarted, TrainingProgress
 from processors.detector import read
 from processors.ettr import WallTime, observe, told
@@ -105,7 +106,7 @@ class Watch:
     def telemetry(self, record: Record) -> None:
         """Folds one record of either telemetry stream."""
         self.now_ns = max(self.now_ns, record.time_ns)
-        if record.subject.startswith("clock."):
+        if is_clocks(record.subject):
             return
         try:
             seen = read(record)

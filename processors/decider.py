@@ -93,10 +93,9 @@ def _job_of(event: AnyEvent) -> str:
     return (event.data.job if type(event.data) in _HAVE_JOB else "") or event.job
 
 
+@lru_cache(maxsize=4096)
 def is_own(subject: str) -> bool:
     """Whether a LEDGER subject holds what the decider derived (and so is compared, not folded as input)."""
-    if ".decider." not in subject:
-        return False
     parts = subject.split(".")
     return len(parts) == 4 and parts[2] == "decider" and parts[3] not in UNDERIVED
 
@@ -250,7 +249,8 @@ _OF_ALL = frozenset((HoldReleased, PolicyAdopted, DeciderStarted))
 
 
 def _short(digest: Any) -> str:
-    return str(digest.hexdigest()[:32])
+    text: str = digest.digest()[:16].hex()
+    return text
 
 
 def timer_event(fact: TimerSet) -> AnyEvent:

@@ -51,7 +51,8 @@ def replay(records: Iterable[Record]) -> Replayed:
     for record in records:
         if not is_own(record.subject):
             result.inputs += 1
-            owed.extend((record.sequence, out) for out in decider.feed(record))
+            for out in decider.feed(record):
+                owed.append((record.sequence, out))
             continue
         result.decisions += 1
         running.update(b"%b %b\n" % (record.subject.encode(), record.data))

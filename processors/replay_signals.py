@@ -9,6 +9,7 @@ from typing import Any
 
 from events.ports import Record
 from events.registry import Malformed, canonical, parse
+from events.subjects import is_clocks
 from processors.detector import Detector, PartitionFold
 
 
@@ -42,26 +43,14 @@ def replay_signals(detector: Detector[Any], telemetry: Iterable[Record], ledger:
     """Holds one detector's claims against the ledger's. The telemetry must be whole from the stream's first record."""
     result = ClaimsReplayed()
     folds: dict[str, PartitionFold[Any]] = {}
-    waiting: list[Record] = []
-    seen: set[str] = set()
     for record in telemetry:
-        parts = record.subject.split(".", 2)
-        if parts[0] == "clock":
-            waiting.append(record)
-            targets = list(folds.values())
-        else:
-            result.observations += 1
-            if parts[1] not in folds:
-                folds[parts[1]] = _fold_with(detector, waiting)
-            targets = [folds[parts[1]]]
-        for fold in targets:
-            out, bad = fold.feed(record)
-            result.refused += bad is not None
-            for one in out:
-                if one.event.id in seen:  # several partitions may derive the same (a gap in the ticks)
-                    continue
-                seen.add(one.event.id)
-                result.derived.setdefault((detector.name, one.event.subject), []).append(canonical(one.event))
+        partition = record.subject.partition(".")[2].partition(".")[0]
+        fold = folds.get(partition) or folds.setdefault(partition, PartitionFold(detector))
+        result.observations += not is_clocks(record.subject)
+        out, bad = fold.feed(record)
+        result.refused += bad is not None
+        for one in out:
+            result.derived.setdefault((detector.name, one.event.subject), []).append(canonical(one.event))
     recorded = _recorded(detector.name, ledger)
     for key in sorted({*recorded, *result.derived}):
         have, want = recorded.get(key, []), result.derived.get(key, [])
@@ -72,14 +61,6 @@ def replay_signals(detector: Detector[Any], telemetry: Iterable[Record], ledger:
                 result.divergence = ClaimDivergence(key[0], key[1], data.decode("utf-8", "replace"), derived.decode())
         result.pending += max(0, len(want) - len(have))
     return result
-
-
-def _fold_with(detector: Detector[Any], clock: list[Record]) -> PartitionFold[Any]:
-    """A partition that is first heard of now has had the same clock from the start."""
-    fold = PartitionFold(detector)
-    for record in clock:
-        fold.feed(record)
-    return fold
 
 
 def _recorded(name: str, ledger: Iterable[Record]) -> dict[tuple[str, str], list[bytes]]:

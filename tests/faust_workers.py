@@ -131,7 +131,7 @@ async def count(bus: Bus, stream: str, wanted: str) -> int:
 
 async def all_claimed(bus: Bus, but: int = 0) -> bool:
     """Whether LEDGER holds everything that the telemetry so far must give, `but` so many that can't be read."""
-    wanted = await count(bus, TELEMETRY_NODE, "tn.>") - but
+    wanted = await count(bus, TELEMETRY_NODE, "tn.*.*.*") - but
     if await count(bus, LEDGER, f"ledger.*.detector.{EvidenceMissing.kind()}") < wanted:
         return False
     return sum(map(len, by_key(await claimed(bus)).values())) >= wanted

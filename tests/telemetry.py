@@ -39,7 +39,7 @@ class Story:
     """Records in the order they are told, with stream sequences. Times are seconds after T0, by the broker."""
 
     def __init__(self, stream: str = "node") -> None:
-        self.stream = stream
+        self.stream, self.prefix = stream, subjects.NODE if stream == "node" else subjects.JOB
         self.records: list[Record] = []
         self._numbers: dict[str, count[int]] = {}
         self.settings: Detectors | None = None
@@ -68,13 +68,13 @@ class Story:
         return self._add(at_s, subject, canonical(event), held_s)
 
     def tick(self, at_s: float) -> Record:
-        subject = subjects.TICK_NODE if self.stream == "node" else subjects.TICK_JOB
+        subject = subjects.tick(self.prefix, 0)
         return self._add(at_s, subject, canonical(make(Tick(), id="tick", source="bus/clock", subject="clock", time=0)))
 
     def adopt(self, at_s: float, settings: Detectors) -> Record:
         fact = SettingsAdopted(settings=settings.model_dump_json(), policy_digest="d")
         event = make(fact, id=f"s{len(self.records)}", source="cli", subject="clock", time=0)
-        return self._add(at_s, subjects.SETTINGS_NODE if self.stream == "node" else subjects.SETTINGS_JOB, canonical(event))
+        return self._add(at_s, subjects.settings(self.prefix, 0), canonical(event))
 
     def beat(self, at_s: float, node: str = "n1", *, job: str = "gpt", attempt: int = 1, **more: Any) -> Record:
         return self.say(at_s, node, Heartbeat(), job=job, attempt=attempt, producer="heartbeat", **more)
@@ -118,7 +118,7 @@ class Story:
         return self.say(at_s, f"n{rank}", fact, job=job, attempt=attempt, on_job=True, producer="heartbeat", **more)
 
     def seen(self) -> list[Any]:
-        return [read(record) for record in self.records if not record.subject.startswith("clock.")]
+        return [read(record) for record in self.records if not subjects.is_clocks(record.subject)]
 
 
 def told(detector: Detector[Any], story: Story) -> list[Outgoing]:

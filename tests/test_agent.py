@@ -99,7 +99,7 @@ class Node:
 
     async def records(self, stream: str) -> list[tuple[AnyEvent, dict[str, str], int]]:
         found = []
-        async for record in JetStreamLog(self.client, stream).read(subjects=("tn.>", "tj.>")):
+        async for record in JetStreamLog(self.client, stream).read(subjects=("tn.*.*.*", "tj.*.*.*.*")):
             event = parse(record.data)
             assert event.subject == NODE and record.subject.split(".")[2] == subjects.token(NODE)
             found.append((event, dict(record.headers), record.time_ns))

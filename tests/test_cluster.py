@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from events.ports import LEDGER, TELEMETRY_NODE, Ack, Expect, LogUnavailable, StaleWriter
-from events.subjects import TICK_NODE, ledger, telemetry_node
+from events.subjects import NODE, ledger, telemetry_node, tick
 from infra import clock
 from infra.bus import BusClient, connect
 from infra.embedded import find_binary
@@ -96,7 +96,7 @@ async def test_three_replicas_hold_what_one_does_and_survive_their_leader(cluste
     async with asyncio.timeout(20):
         timer = await anext(log.read(subjects=["ledger.*.timer.*"], follow=True))
         assert (timer.subject, timer.data) == (ledger("j", "timer", "k"), b"{}")
-        await anext(JetStreamLog(nc, TELEMETRY_NODE).read(subjects=[TICK_NODE], follow=True))
+        await anext(JetStreamLog(nc, TELEMETRY_NODE).read(subjects=[tick(NODE, 0)], follow=True))
     assert await Lease(nc, "x", "a").try_acquire() and not await Lease(nc, "x", "b").try_acquire()
 
     publisher = Publisher(nc, ack_s_max=10)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from events import subjects
 from events.hardware import EvidenceGap, KernelRecord
 from events.ports import Record
 from events.presence import AgentState, Heartbeat, RankProcess
@@ -209,7 +210,7 @@ def test_what_other_keys_do_changes_nothing(kind: str, seed: int) -> None:
         expected.setdefault(out.event.subject, []).append(canonical(out.event))
     names = NODES if kind == "node" else ("gpt", "a.b *>")
     for name in names:
-        own = [r for r in records if r.subject.startswith("clock.") or detector.key_of(read(r)) == name]
+        own = [r for r in records if subjects.is_clocks(r.subject) or detector.key_of(read(r)) == name]
         alone = [canonical(out.event) for out in run(PartitionFold(detector), own)[0] if out.event.subject == name]
         assert alone == expected.get(name, [])
 

@@ -61,7 +61,7 @@ async def test_a_reader_whose_consumer_is_deleted_goes_on_where_it_was(nc: BusCl
     await _fill(nc, 3000)
     log, seen = JetStreamLog(nc, TELEMETRY_NODE), []
     async with asyncio.timeout(20):
-        async for record in log.read(subjects=["tn.>"]):
+        async for record in log.read(subjects=["tn.*.*.*"]):
             seen.append(record.data)
             if len(seen) in (700, 1500):
                 for name in (await api(nc, f"CONSUMER.NAMES.{TELEMETRY_NODE}"))["consumers"]:
@@ -82,7 +82,7 @@ async def test_what_waits_in_memory_is_bounded_in_messages_and_bytes(nc: BusClie
     await _fill(nc, 40, 900_000)
     await _fill(nc, 4000)
     n = 0
-    async for _ in JetStreamLog(nc, TELEMETRY_NODE).read(subjects=["tn.>"]):
+    async for _ in JetStreamLog(nc, TELEMETRY_NODE).read(subjects=["tn.*.*.*"]):
         n += 1
         if n % 100 == 1:
             await asyncio.sleep(0.01)  # a slow reader
@@ -96,7 +96,7 @@ async def test_readers_leave_no_consumers_behind(nc: BusClient) -> None:
     log = JetStreamLog(nc, TELEMETRY_NODE)
     before = len((await api(nc, f"CONSUMER.NAMES.{TELEMETRY_NODE}"))["consumers"] or ())
     for _ in range(3):
-        assert len([r async for r in log.read(subjects=["tn.>"])]) == 10
+        assert len([r async for r in log.read(subjects=["tn.*.*.*"])]) == 10
         async with aclosing(log.read(follow=True)) as records:  # type: ignore[type-var]
             await anext(records)
     # The server deletes a consumer in its own time, after the reader's request.

@@ -76,10 +76,10 @@ async def test_a_node_speaks_for_itself_and_for_nobody_else(open_as: Open) -> No
     await publisher.publish(telemetry_node(NODE, "heartbeat"), b"{}")
     await publisher.publish(telemetry_job(NODE, "gpt", "progress"), b"{}")
     assert await publisher.drain() == [] and publisher.acknowledged == 2
-    assert await JetStreamLog(admin, TELEMETRY_NODE).last_sequence("tn.>") > 0
+    assert await JetStreamLog(admin, TELEMETRY_NODE).last_sequence("tn.*.*.*") > 0
     for subject in (
-        telemetry_node(OTHER, "heartbeat"), telemetry_job(OTHER, "gpt", "progress"), "tn.1.x.heartbeat", "clock.node.tick",
-        "clock.node.settings", "tick.second", TICK_SCHEDULE, "timer.x", "fired.j.k", command(OTHER, "stop"), command(NODE, "stop"),
+        telemetry_node(OTHER, "heartbeat"), telemetry_job(OTHER, "gpt", "progress"), "tn.1.x.heartbeat", "tn.1.tick",
+        "tn.1.settings", "tick.second.1", f"{TICK_SCHEDULE}.1", "timer.x", "fired.j.k", command(OTHER, "stop"), command(NODE, "stop"),
         *(ledger("gpt", r, "k") for r in (*ROLES, "timer", "node")), "deadletter.x", "$KV.LEASES.x", "ks.changelog.x",
         inbox_prefix("decider") + ".x", "$JS.ACK.LEDGER.c.1.1.1.1.0",
     ):  # fmt: skip
@@ -123,7 +123,7 @@ async def test_a_node_cannot_use_headers_against_the_stream(open_as: Open) -> No
         for headers in (
             {"Nats-Rollup": "all"},
             {"Nats-Rollup": "sub"},
-            {"Nats-Schedule": "@every 1s", "Nats-Schedule-Target": "clock.node.tick"},
+            {"Nats-Schedule": "@every 1s", "Nats-Schedule-Target": "tn.1.tick"},
             {"Nats-Schedule": "@every 1s", "Nats-Schedule-Target": telemetry_node(OTHER, "k")},
             {"Nats-TTL": "1s"},
             {"Nats-Stream-Source": f"{CLOCK} 99999 > >"},
@@ -132,7 +132,7 @@ async def test_a_node_cannot_use_headers_against_the_stream(open_as: Open) -> No
             with pytest.raises(LogError) as error:
                 await log.append(subject, b"evil", headers=headers)
             assert not isinstance(error.value, LogUnavailable), headers
-        kept = [r.data async for r in JetStreamLog(admin, stream).read(subjects=["tn.>", "tj.>"])]
+        kept = [r.data async for r in JetStreamLog(admin, stream).read(subjects=["tn.*.*.*", "tj.*.*.*.*"])]
         assert kept == [b"kept"]
 
 
@@ -159,9 +159,9 @@ async def test_nobody_but_the_admin_changes_a_stream(open_as: Open, who: str) ->
             assert await _refused(nc, f"$JS.API.STREAM.{call}.{stream}"), call
     for subject in (
         telemetry_node(NODE, "k"),
-        "tick.second",
-        TICK_SCHEDULE,
-        "clock.node.tick",
+        "tick.second.1",
+        f"{TICK_SCHEDULE}.1",
+        "tn.1.tick",
         "fired.j.k",
         "$SYS.REQ.SERVER.PING",
     ):
@@ -179,7 +179,7 @@ async def test_timers_are_the_deciders_and_fire_into_the_ledger_alone(open_as: O
     await records.aclose()  # type: ignore[attr-defined]
     for who in ("detector", "actuator", "operator", "observer"):
         assert await _refused(await open_as(who), "timer.x")
-    for target in (ledger("j", "decider", "k"), "clock.node.tick", telemetry_node(NODE, "k")):
+    for target in (ledger("j", "decider", "k"), "tn.1.tick", telemetry_node(NODE, "k")):
         headers = {"Nats-Schedule": "@at 2020-01-01T00:00:00Z", "Nats-Schedule-Target": target}
         reply = await decider.request("timer.y", b"{}", timeout=2, headers=headers)
         assert json.loads(reply.data)["error"]["description"] == "message schedules target is invalid", target

@@ -210,9 +210,9 @@ async def test_telemetry_is_stored_by_partition_and_name(bench: Bench) -> None:
         pattern = f"tn.{partition(own)}.{own}.heartbeat"
         assert await nodes.last_sequence(pattern) > 0
         assert await jobs.last_sequence(f"tj.{partition(own)}.n%201.{own}.progress") > 0
-    found = await _all(nodes, subjects=["tn.>"])
+    found = await _all(nodes, subjects=["tn.*.*.*"])
     assert [name(r.subject.split(".")[2]) for r in found] == list(STRANGE)
-    found = await _all(jobs, subjects=["tj.>"])
+    found = await _all(jobs, subjects=["tj.*.*.*.*"])
     assert [name(r.subject.split(".")[3]) for r in found] == list(STRANGE)
 
 

@@ -118,7 +118,7 @@ async def test_partitions_and_stored_subjects_are_the_servers(tmp_path: Path) ->
                 await publisher.publish(subject, b"{}")
                 sent[stream].append(stored_subject(stream, subject))
         assert await publisher.close() == []
-        for stream, pattern in ((TELEMETRY_NODE, "tn.>"), (TELEMETRY_JOB, "tj.>")):
+        for stream, pattern in ((TELEMETRY_NODE, "tn.*.*.*"), (TELEMETRY_JOB, "tj.*.*.*.*")):
             stored = [r.subject async for r in JetStreamLog(nc, stream).read(subjects=[pattern])]
             assert stored == sent[stream]
             assert {int(s.split(".")[1]) for s in stored} == set(range(PARTITIONS))

@@ -15,6 +15,7 @@ from rich.table import Table
 from events.clock import NS, text_of
 from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
 from events.registry import Malformed, parse
+from events.subjects import NODE, tick
 from infra.bus import BusClient
 from infra.cli.common import (
     FOUND,
@@ -316,9 +317,10 @@ async def last_heard(nc: BusClient) -> dict[str, int]:
     await subscription.unsubscribe()
     now_ns = max(stored.values(), default=0)
     telemetry = JetStreamLog(nc, TELEMETRY_NODE)
-    last = await telemetry.last_sequence("clock.node.tick")
-    async for tick in telemetry.read(after=max(0, last - 1), subjects=("clock.node.tick",)):
-        now_ns = max(now_ns, tick.time_ns)
+    ticks = tick(NODE, "*")
+    last = await telemetry.last_sequence(ticks)
+    async for record in telemetry.read(after=max(0, last - 1), subjects=(ticks,)):
+        now_ns = max(now_ns, record.time_ns)
     return {node: max(0, now_ns - stored_ns) // NS for node, stored_ns in stored.items()}
 
 

@@ -282,9 +282,8 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
         found: dict[TP, int | None] = {}
         for tp in partitions:
             stream = topics.stream_of(tp.topic)
-            lasts = [await last_of(self.transport.nc, stream, subject) for subject in topics.filters(tp.topic, tp.partition)]
-            last = max(found.sequence for found in lasts)
-            found[tp] = last + 1 if last else None
+            last = await last_of(self.transport.nc, stream, topics.subjects_of(tp.topic, tp.partition))
+            found[tp] = last.sequence + 1 if last.sequence else None
         return found
 
     def highwater(self, tp: TP) -> int:

@@ -27,10 +27,13 @@ class Fetched:
 
 
 class Feed:
-    def __init__(
-        self, nc: BusClient, stream: str, filters: tuple[str, ...], waiting_max: int, arrived: Callable[[], object]
-    ) -> None:
-        self._log, self._filters, self._waiting_max, self._arrived = JetStreamLog(nc, stream), filters, waiting_max, arrived
+    def __init__(self, nc: BusClient, stream: str, subjects: str, waiting_max: int, arrived: Callable[[], object]) -> None:
+        self._log, self._subjects, self._waiting_max, self._arrived = (
+            JetStreamLog(nc, stream),
+            (subjects,),
+            waiting_max,
+            arrived,
+        )
         self._waiting: deque[Record] = deque()
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -82,7 +85,7 @@ class Feed:
     async def _read(self, after: int, epoch: int) -> None:
         waiting = self._waiting
         try:
-            async with aclosing(self._log.read(after=after, subjects=self._filters, follow=True)) as records:  # type: ignore[type-var]
+            async with aclosing(self._log.read(after=after, subjects=self._subjects, follow=True)) as records:  # type: ignore[type-var]
                 async for record in records:
                     if epoch != self.epoch:
                         return

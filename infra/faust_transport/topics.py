@@ -1,6 +1,6 @@
 """Which stream and subjects a Faust topic and partition stand for. Pure.
 
-`telemetry_node` and `telemetry_job` read the telemetry streams, each partition with the clock's subjects in stream order. A
+`telemetry_node` and `telemetry_job` read the telemetry streams, each partition with its ticks and settings in stream order. A
 `changelog_<name>` is a stream of its own, one subject a partition and key of which only the last message is kept: that is log
 compaction. Nothing else is a topic.
 """
@@ -31,12 +31,11 @@ class Source:
 
     stream: str
     prefix: str
-    clock: tuple[str, ...]
 
 
 SOURCES: Mapping[str, Source] = {
-    "telemetry_node": Source(TELEMETRY_NODE, "tn", (subjects.TICK_NODE, subjects.SETTINGS_NODE)),
-    "telemetry_job": Source(TELEMETRY_JOB, "tj", (subjects.TICK_JOB, subjects.SETTINGS_JOB)),
+    "telemetry_node": Source(TELEMETRY_NODE, subjects.NODE),
+    "telemetry_job": Source(TELEMETRY_JOB, subjects.JOB),
 }
 
 
@@ -58,12 +57,10 @@ def stream_of(topic: str) -> str:
     return source.stream if source else f"KS_CHANGELOG_{_changelog(topic).upper()}"
 
 
-def filters(topic: str, partition: int) -> tuple[str, ...]:
-    """The subjects that a partition's reader hears, in stream order."""
+def subjects_of(topic: str, partition: int) -> str:
+    """The pattern of all that a partition's reader hears."""
     source = SOURCES.get(topic)
-    if source:
-        return (f"{source.prefix}.{partition}.>", *source.clock)
-    return (f"ks.changelog.{_changelog(topic)}.{partition}.*",)
+    return f"{source.prefix}.{partition}.>" if source else f"ks.changelog.{_changelog(topic)}.{partition}.*"
 
 
 def fence(topic: str, partition: int) -> str:

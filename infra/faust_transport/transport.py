@@ -69,7 +69,7 @@ class Transport(BaseTransport):  # type: ignore[misc]
         return Feed(
             self.nc,
             topics.stream_of(tp.topic),
-            topics.filters(tp.topic, tp.partition),
+            topics.subjects_of(tp.topic, tp.partition),
             self.app.nats.waiting_records_max,
             arrived,
         )

@@ -136,7 +136,7 @@ async def _latencies(plane: Plane, asked: dict[str, int]) -> list[float]:
 
 async def _account(plane: Plane, source: Source) -> None:
     """Raises RuntimeError unless all that was published is stored, and all that is stored is folded."""
-    for which, stream, pattern in (("node", TELEMETRY_NODE, "tn.>"), ("job", TELEMETRY_JOB, "tj.>")):
+    for which, stream, pattern in (("node", TELEMETRY_NODE, "tn.*.*.*"), ("job", TELEMETRY_JOB, "tj.*.*.*.*")):
         stored = await plane.stored(stream, pattern)
         if stored != source.published[which] + source.again:
             raise RuntimeError(f"{source.published[which]} {which} observations were published and {stored} are stored")

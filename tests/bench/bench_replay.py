@@ -20,7 +20,7 @@ from tests.stories import Story
 NAMES = ("replay",)
 
 JOBS, NODES, RACK = 4, 1200, 32
-ROUNDS = 3
+ROUNDS = 7
 BOUND = 25_000
 
 
