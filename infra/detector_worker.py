@@ -80,7 +80,7 @@ async def load_detector(which: str, nc: BusClient) -> Detector[Any]:
     if not text:
         text = (Path(__file__).resolve().parent.parent / "schemas" / "catalogue.yaml").read_text(encoding="utf-8")
     return cast(
-        "Detector[Any]", import_module("processors.node_health").NodeDetector(import_module("processors.catalogue").parse(text))
+        "Detector[Any]", import_module("processors.node").node_detector(import_module("processors.catalogue").parse(text))
     )
 
 

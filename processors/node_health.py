@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from events.clock import NS, text_of
-from events.envelope import NAME_MAX
+from events.envelope import NAME_MAX, Fact
 from events.hardware import EvidenceGap, KernelLog
 from events.incident import Confidence, EvidenceMissing, Signal, SignalCleared, Symptom
 from events.presence import AgentState, Heartbeat, Tick
@@ -93,10 +93,11 @@ class NodeState(NamedTuple):
 _ADAPTER: TypeAdapter[NodeState] = TypeAdapter(NodeState)
 
 
-class NodeDetector:
+class NodeHealth:
     """`silence_s`, `grace_s` and `echoes_per_minute` of the settings; a catalogue of kernel lines."""
 
-    name = "node"
+    name = "health"
+    reads: frozenset[type[Fact]] | None = None
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue

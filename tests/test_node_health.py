@@ -7,11 +7,12 @@ from events.hardware import EvidenceGap, KernelRecord
 from events.incident import EvidenceMissing, Signal, SignalCleared
 from events.presence import AgentState
 from processors.detector import PartitionFold
-from processors.node_health import REPEATS_MAX, NodeDetector
+from processors.node import node_detector
+from processors.node_health import REPEATS_MAX
 from processors.policy import Detectors
 from tests.telemetry import XID_13, XID_45, XID_79, Story, catalogue, facts, ns, told
 
-NODE = NodeDetector(catalogue())
+NODE = node_detector(catalogue())
 
 
 def claims(story: Story) -> list[Fact]:

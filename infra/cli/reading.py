@@ -112,7 +112,7 @@ def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
     """The detector of a stream, with the catalogue that the ledger says was in force."""
     from processors.catalogue import parse as parse_catalogue
     from processors.job_health import JobDetector
-    from processors.node_health import NodeDetector
+    from processors.node import node_detector
 
     if stream == TELEMETRY_JOB:
         return JobDetector()
@@ -120,7 +120,7 @@ def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
     for record in ledger:
         if record.subject.endswith(".catalogue_adopted"):
             text = parse(record.data).data.text
-    return NodeDetector(parse_catalogue(text))
+    return node_detector(parse_catalogue(text))
 
 
 def _plain(value: Any) -> Any:

@@ -38,7 +38,8 @@ from infra.publisher import Publisher
 from infra.streams import api, ensure_streams
 from infra.supervise import Supervisor, last_line, module
 from processors import catalogue
-from processors.node_health import NodeDetector, NodeState
+from processors.node import node_detector
+from processors.node_health import NodeState
 
 BOOT = "4b0ef2a1-5a1c-4f0e-9d51-000000000000"
 JOB = "pretrain"
@@ -225,14 +226,14 @@ class Source:
 
 async def folded(plane: Plane) -> dict[str, NodeState]:
     """What the node detector has stored so far, by node."""
-    detector = NodeDetector(catalogue.parse(catalogue_text()))
+    detector = node_detector(catalogue.parse(catalogue_text()))
     states: dict[str, NodeState] = {}
     async for record in JetStreamLog(plane.admin, "KS_CHANGELOG_NODE").read(subjects=("ks.changelog.node.*.*",)):
         if ".fence." in record.subject:
             continue
         _, node = split_key(topics.key_of(record.subject))
         if node is not None:
-            states[node] = detector.load(node, json.loads(record.data)["state"])
+            states[node] = detector.load(node, json.loads(record.data)["state"])[0]
     return states
 
 
