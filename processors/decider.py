@@ -107,7 +107,8 @@ ROLE_OF: dict[str, str] = {
          "stop_requested", "standby_added", "approval_given"), "operator",
     ),
     **dict.fromkeys(
-        ("signal", "signal_cleared", "progress_noted", "job_finished", "evidence_missing", "detector_started"), "detector"
+        ("signal", "signal_cleared", "progress_noted", "job_finished", "evidence_missing", "detector_started", "configuration_drift"),
+        "detector",
     ),
     **dict.fromkeys(("try_started", "outcome_recorded"), "actuator"),
     "timer_fired": "timer",
