@@ -12,12 +12,14 @@ Mode = Literal["observe", "approve", "auto"]
 
 
 class Place(Fact):
-    """Where a node stands. Empty: not known. `serial` is the machine's own number: a standby whose serial was evicted is refused."""
+    """Where a node stands. Empty: not known. `switch`: the leaf switch; `nvlink_domain`: the machines that NVLink joins to it.
+    `serial` is the machine's own number: a standby whose serial was evicted is refused."""
 
     node: str = Field(min_length=1, max_length=NAME_MAX)
     rack: str = Field(default="", max_length=NAME_MAX)
     switch: str = Field(default="", max_length=NAME_MAX)
     serial: str = Field(default="", max_length=NAME_MAX)
+    nvlink_domain: str = Field(default="", max_length=NAME_MAX)
 
 
 class JobDeclared(Fact):
