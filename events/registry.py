@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from events import action, decision, hardware, host, incident, job, network, presence, rank_log, topology, training
+from events import action, decision, gpu, hardware, host, incident, job, network, presence, rank_log, topology, training
 from events.envelope import AnyEvent, Event, Fact
 
 FACTS: tuple[type[Fact], ...] = (
@@ -21,6 +21,7 @@ FACTS: tuple[type[Fact], ...] = (
     incident.DetectorStarted,
     host.HostSample, host.LastBoot, host.Configuration, host.ConfigurationDrift, rank_log.RankLog,
     network.NicBaseline, network.LinkChanged, network.NicSample, topology.TopologyDeclared, topology.RankDevices,
+    gpu.GpuSample, gpu.GpuWatch, gpu.GpuXid,
     decision.DeciderStarted, decision.IncidentOpened, decision.EvidenceJudged, decision.SharedCause, decision.TimerSet,
     decision.TimerFired, decision.DecisionMade, decision.IntentIssued, decision.IncidentClosed, decision.AttemptEnded,
     decision.Diverged,
