@@ -174,20 +174,20 @@ class PartitionFold(Generic[S]):
         elif isinstance(event.data, Tick):
             self.clock = ticked(before, record)
             seen = Seen(record.sequence, record.time_ns, record.time_ns, "", "", event, f"tick-{record.sequence}")
-            if self.keys and before.last_tick_ns and self.clock.heard_from_ns != before.heard_from_ns:
-                out.append(self._stood_still(record.subject.split(".")[1], before, seen))
+            if before.last_tick_ns and self.clock.heard_from_ns != before.heard_from_ns and record.subject.split(".")[1] == "0":
+                out.append(self._stood_still(before, seen))
             for key in sorted(self.keys):
                 self._one(key, seen, out)
         else:
             return out, Refused(record, f"a {event.data.kind()} on the clock's subject")
         return out, None
 
-    def _stood_still(self, partition: str, before: PartitionClock, seen: Seen) -> Outgoing:
-        """A gap in a partition's ticks, noted."""
+    def _stood_still(self, before: PartitionClock, seen: Seen) -> Outgoing:
+        """A gap in the ticks, noted. One broker ticks for all partitions, so one of them speaks."""
         gap_s = max(0, seen.time_ns - before.last_tick_ns) // NS
         text = f"no tick for {gap_s} s: absence is not judged for a while"
         fact = EvidenceMissing(producer="clock", reason="ticks", detail=text)
-        return _outgoing(self.detector.name, f"partition {partition}", seen, Claim("", 0, fact), -1)
+        return _outgoing(self.detector.name, "clock", seen, Claim("", 0, fact), -1)
 
     def _one(self, key: str, seen: Seen, out: list[Outgoing]) -> None:
         keyed = self.keys.get(key)
