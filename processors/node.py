@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from events.envelope import Fact
 from processors.catalogue import Catalogue
 from processors.detector import Claim, PartitionClock, Seen
+from processors.host_health import HostHealth
+from processors.network_health import NetworkHealth
 from processors.node_health import NodeHealth
 
 State = tuple[Any, ...]
@@ -69,4 +71,4 @@ class NodeDetector:
 
 
 def node_detector(catalogue: Catalogue) -> NodeDetector:
-    return NodeDetector((NodeHealth(catalogue),))
+    return NodeDetector((NodeHealth(catalogue), NetworkHealth(), HostHealth()))

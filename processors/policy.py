@@ -32,6 +32,62 @@ class PhaseLimits(_Section):
     undeclared: Seconds = 600.0
 
 
+Limit = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+
+
+class Network(_Section):
+    """Of the links that a job uses: when one that goes down flaps, and how fast its counters may rise (NVSentinel's thresholds)."""
+
+    flap_count: Annotated[int, Field(ge=2, le=16)] = 2
+    flap_window_s: Seconds = 300.0
+    boot_grace_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 300.0
+    #: What lasts is told again after this long; what was not seen again for so long is over.
+    quiet_s: Seconds = 300.0
+    #: A link that runs below this share of its first rate.
+    rate_share_min: Annotated[float, Field(gt=0, le=1)] = 1.0
+    symbol_errors_per_s: Limit = 10.0
+    symbol_errors_per_h: Limit = 120.0
+    link_recoveries_per_min: Limit = 5.0
+    receive_errors_per_s: Limit = 10.0
+    ack_timeouts_per_s: Limit = 1.0
+    discards_per_s: Limit = 100.0
+    slow_restarts_per_s: Limit = 10.0
+    integrity_errors_max: Limit = 0.0
+
+
+class Host(_Section):
+    """What a machine's own samples are judged by. Percentages are the kernel's pressures over 10 s."""
+
+    #: Until a machine has been up this long, what start-up brings (load, mounts that come late, a clock not yet set) is no trouble.
+    boot_grace_s: Seconds = 300.0
+    #: A folder's room runs out below either; the size counts only on file systems of at least 50 times as much.
+    disk_free_share_min: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    disk_free_gib_min: Annotated[float, Field(ge=0, le=100_000)] = 1.0
+    inodes_free_share_min: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+    #: A folder that answers nothing for this long hangs.
+    folder_hung_s: Seconds = 20.0
+    #: Tasks wait for a processor this much of the time, in so many samples in a row; without pressures: load by processor.
+    cpu_pressure_max: Annotated[float, Field(gt=0, le=100)] = 90.0
+    cpu_samples: Annotated[int, Field(ge=1, le=1000)] = 3
+    load_per_cpu_max: Annotated[float, Field(gt=0, le=10_000)] = 8.0
+    #: All tasks wait for memory this much of the time.
+    memory_pressure_full_max: Annotated[float, Field(gt=0, le=100)] = 20.0
+    #: A rank in uninterruptible sleep for this long is stuck.
+    stuck_rank_s: Seconds = 60.0
+    #: The clock is off by more than this, or nothing keeps it: times of this node say little.
+    clock_offset_s_max: Annotated[float, Field(gt=0, le=3600)] = 0.5
+
+
+class Drift(_Section):
+    """When a node's set-up is held to differ from its job's."""
+
+    #: So many nodes with a known value, and this share of them with the same one, make a majority.
+    nodes_min: Annotated[int, Field(ge=3, le=100_000)] = 3
+    majority_min: Annotated[float, Field(gt=0.5, le=1)] = 0.66
+    #: After the last change: a roll-out is not told node by node.
+    settle_s: Seconds = 90.0
+
+
 class Detectors(_Section):
     """What detectors judge by."""
 
@@ -49,6 +105,9 @@ class Detectors(_Section):
     exits_each_max: Annotated[int, Field(ge=1, le=10_000)] = 64
     #: Kernel lines like a crash's echo (Xid 45, 13): signals a node and minute; the rest are counted.
     echoes_per_minute: Annotated[int, Field(ge=1, le=1000)] = 4
+    host: Host = Host()
+    drift: Drift = Drift()
+    network: Network = Network()
 
 
 class Budget(_Section):
