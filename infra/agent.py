@@ -40,6 +40,7 @@ from infra.permissions import node_user
 from producers import rank_exits
 from producers.heartbeat import HeartbeatProducer
 from producers.kernel_log import KMSG, KernelLogProducer, KernelLogSettings, default_interesting
+from producers.nvml import NvmlProducer
 from producers.observe import Clock, Desk
 from producers.outbox import Outbox
 from producers.supervise import Supervisor, sentence
@@ -69,6 +70,7 @@ class AgentSettings:
     lines_per_s: int = 2000
     interesting: Callable[[str], bool] = default_interesting
     heartbeat_s: float = 1.0
+    nvml: bool = True
     spool_bytes_max: int = 64 * 1024 * 1024
     drain_per_s: float = 2000.0
     hook_folder: Path | None = None
@@ -178,6 +180,7 @@ class Agent:
             self.host.current,
             TrainerSettings(any_process=settings.any_process),
         )
+        self.nvml = NvmlProducer(self.desk, self.host.processes) if settings.nvml else None
         self.commands = Commands(self.desk, self.host.handle, self.bus.publish, say=settings.say)
         self.bus.on_command = self.commands.receive
         self._context_path = state_dir / "context.json"
@@ -194,6 +197,8 @@ class Agent:
             await self.host.start()
             runs: list[tuple[str, Callable[[], Any]]] = [("heartbeat", self.heartbeat.run), ("trainer", self.trainer.run)]
             runs += [("kernel_log", producer.run) for producer in self.kernel_logs]
+            if self.nvml is not None:
+                runs.append(("nvml", self.nvml.run))
             tasks += [asyncio.create_task(supervisor.keep(name, run), name=name) for name, run in runs]
             await _until(stop, tasks)
         finally:
@@ -294,6 +299,7 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
     parser.add_argument("--lines-per-s", type=int, default=2000, help="uninteresting kernel lines let through (2000)")
     parser.add_argument("--catalogue", type=Path, help="the catalogue of kernel lines (default: the one that came along)")
     parser.add_argument("--heartbeat-s", type=float, default=1.0)
+    parser.add_argument("--nvml", choices=("auto", "off"), default="auto", help="watch NVIDIA GPUs where there are any (auto)")
     parser.add_argument("--spool-mib", type=float, default=64.0, help="on disk while the bus is away (64)")
     parser.add_argument("--hook-folder", type=Path, help="the folder that holds the training hook")
     parser.add_argument("--socket", type=Path, help="the training hook's socket (default: in the state folder)")
@@ -317,6 +323,7 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
         lines_per_s=given.lines_per_s,
         interesting=_catalogue(given.catalogue),
         heartbeat_s=given.heartbeat_s,
+        nvml=given.nvml == "auto",
         spool_bytes_max=int(given.spool_mib * 1024 * 1024),
         hook_folder=given.hook_folder or _hook(),
         socket_path=given.socket.absolute() if given.socket else None,

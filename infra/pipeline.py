@@ -30,7 +30,8 @@ CONTROL = ("detector-node", "detector-job", "decider", "actuators")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An agent that this pipeline starts: its name and where it reads a kernel log (`kmsg`, a file, or `none`)."""
+    """An agent that this pipeline starts: its name and where it reads a kernel log (`kmsg`, a file, or `none`). Only one that reads
+    this host's own has this host's GPUs."""
 
     name: str
     kernel_log: str = "kmsg"
@@ -86,7 +87,7 @@ class Pipeline:
         arguments = module(
             "infra.agent", "--bus", self.server.url, "--seed-file", str(key.seed_file), "--node", node.name,
             "--state", str(self.home.node(node.name)),
-            "--kernel-log", node.kernel_log, *more,
+            "--kernel-log", node.kernel_log, "--nvml", "auto" if node.kernel_log == "kmsg" else "off", *more,
         )  # fmt: skip
         await self.supervisor.start(f"agent-{subjects.token(node.name)}", arguments)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from events.envelope import Fact
 from processors.catalogue import Catalogue
 from processors.detector import Claim, PartitionClock, Seen
+from processors.gpu_health import GpuHealth
 from processors.host_health import HostHealth
 from processors.network_health import NetworkHealth
 from processors.node_health import NodeHealth
@@ -71,4 +72,4 @@ class NodeDetector:
 
 
 def node_detector(catalogue: Catalogue) -> NodeDetector:
-    return NodeDetector((NodeHealth(catalogue), NetworkHealth(), HostHealth()))
+    return NodeDetector((NodeHealth(catalogue), NetworkHealth(), HostHealth(), GpuHealth(catalogue)))

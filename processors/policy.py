@@ -88,6 +88,25 @@ class Drift(_Section):
     settle_s: Seconds = 90.0
 
 
+class GpuLimits(_Section):
+    """Of a node's GPUs. A sample comes every 10 s."""
+
+    #: Nothing of low confidence is raised in the first minutes after a boot: links train, drivers settle.
+    boot_grace_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 300.0
+    #: Answers on end that did not come, together with a process in uninterruptible sleep or an Xid 119 or 120 within the window.
+    driver_misses: Annotated[int, Field(ge=1, le=1000)] = 2
+    hang_xid_window_s: Seconds = 300.0
+    #: What lasts is told again after this long.
+    repeat_s: Seconds = 600.0
+    #: Samples on end that show it: of what may flap (links, pending remaps), of heat, of a PCIe link that is too narrow.
+    steady_samples: Annotated[int, Field(ge=1, le=1000)] = 2
+    thermal_samples: Annotated[int, Field(ge=1, le=1000)] = 3
+    pcie_samples: Annotated[int, Field(ge=1, le=1000)] = 3
+    #: Below this utilisation a PCIe link may be narrow to save power.
+    load_percent: Annotated[float, Field(ge=0, le=100)] = 50.0
+    link_crc_per_s: Annotated[float, Field(gt=0, le=1e9)] = 100.0
+
+
 class Detectors(_Section):
     """What detectors judge by."""
 
@@ -108,6 +127,7 @@ class Detectors(_Section):
     host: Host = Host()
     drift: Drift = Drift()
     network: Network = Network()
+    gpu: GpuLimits = GpuLimits()
 
 
 class Budget(_Section):

@@ -316,7 +316,7 @@ class NvmlProducer:
         self._misses += 1
         ranks = tuple(p.rank for p in self._processes() if p.state == "D")[:1024]
         stuck = sum(1 for child in self.stuck if child.exit_code is None)
-        at = f" while asked about GPU {stands.index}" if stands.index >= 0 else ""
+        at = f" while asked about GPU {stands.gpu}" if stands.gpu >= 0 else ""
         where = f" in {stands.waits_in}" if stands.waits_in else ""
         detail = (
             f"no answer from NVML within {self.settings.deadline_s:g} s, {self._misses} on end; "
@@ -329,8 +329,8 @@ class NvmlProducer:
             misses=self._misses,
             deadline_s=self.settings.deadline_s,
             answered_before=self._answered,
-            index=stands.index,
-            address=self._known.get(stands.index, ("", ""))[1],
+            index=stands.gpu,
+            address=self._known.get(stands.gpu, ("", ""))[1],
             pid=pid,
             process_state=stands.state,
             waits_in=stands.waits_in,

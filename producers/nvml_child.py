@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
     state: str = "-"
     waits_in: str = ""
-    index: int = -1
+    gpu: int = -1
 
 
 def standing(pid: int, proc: Path = Path("/proc")) -> Standing:
@@ -46,7 +46,7 @@ def standing(pid: int, proc: Path = Path("/proc")) -> Standing:
             continue
         index = int(number) if (number := name.removeprefix("nvml gpu ")).isdecimal() and len(number) < 4 else -1
         if found.state == "-" or (state == "D" and found.state != "D"):
-            found = Standing(state, _wait_channel(folder), max(index, found.index))
+            found = Standing(state, _wait_channel(folder), max(index, found.gpu))
     return found
 
 
