@@ -69,7 +69,7 @@ class WorkerSettings:
 async def load_detector(which: str, nc: BusClient) -> Detector[Any]:
     """The detector of that name; the node's judges by the catalogue that is adopted in LEDGER, else by the one that is shipped."""
     if which == "job":
-        return cast("Detector[Any]", import_module("processors.job_health").JobDetector())
+        return cast("Detector[Any]", import_module("processors.job").job_detector())
     text = ""
     subject = subjects.ledger(subjects.FLEET, "operator", CatalogueAdopted.kind())
     ledger = JetStreamLog(nc, LEDGER)

@@ -157,7 +157,7 @@ def _cut(lines: list[Line]) -> list[Line]:
 #: What is about the job rather than one incident, and belongs to the story when it falls between its opening and its close.
 _AROUND = frozenset(
     {"attempt_ended", "hold_placed", "hold_released", "restart_requested", "stop_requested", "standby_added", "policy_adopted"}
-    | {"decider_started", "diverged", "evidence_missing", "job_finished", "signal_cleared"}
+    | {"decider_started", "diverged", "evidence_missing", "job_finished", "signal_cleared", "configuration_drift"}
 )
 
 
@@ -299,6 +299,12 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "decider_started": lambda d: f"decider {d.worker} took over (code {d.code_version}, read up to {d.read_up_to})",
     "diverged": lambda d: f"a re-derivation differs from what was recorded: {_short(d.recorded)} / {_short(d.derived)}",
     "evidence_missing": lambda d: f"evidence missing {d.node and f'of {d.node} '}({d.reason}): {_short(d.detail)}",
+    "configuration_drift": lambda d: (
+        f"{d.node} is set up unlike the others: {d.name} is {_short(d.value) or 'not set'}, "
+        f"{d.agree} of {d.of} nodes have {_short(d.expected) or 'it not set'}"
+        if not d.over
+        else f"{d.node} is set up like the others again, or gone: {d.name} was {_short(d.value) or 'not set'}"
+    ),
     "progress_noted": lambda d: (
         f"healthy: step {d.step}" + (f", restored at {d.restored_step}" if d.restored_step >= 0 else "")
     ),

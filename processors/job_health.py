@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from events.clock import NS
+from events.envelope import Fact
 from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
 from events.presence import Heartbeat, Tick
 from events.training import RankExit, RankStarted, TrainingProgress
@@ -69,6 +70,7 @@ class JobDetector:
     """`phase_limit_s`, `healthy_steps`, `progress_note_s`, `exits_each_max` and `silence_s` of the settings."""
 
     name = "job"
+    reads: frozenset[type[Fact]] | None = frozenset((Tick, Heartbeat, TrainingProgress, RankStarted, RankExit))
 
     def key_of(self, seen: Seen) -> str:
         return seen.job

@@ -22,12 +22,12 @@ from events.presence import AgentState, Heartbeat, RankProcess
 from events.registry import canonical
 from events.training import RankExit, RankStarted, StepSample, TrainingProgress
 from processors.detector import Detector, Keyed, PartitionFold, dump_clock, load_clock, read, run
-from processors.job_health import JobDetector
+from processors.job import job_detector
 from processors.node import node_detector
 from processors.policy import Detectors, PhaseLimits
 from tests.telemetry import XID_13, XID_45, XID_79, Story, catalogue
 
-DETECTORS: dict[str, Detector[Any]] = {"node": node_detector(catalogue()), "job": JobDetector()}
+DETECTORS: dict[str, Detector[Any]] = {"node": node_detector(catalogue()), "job": job_detector()}
 #: Odd names on purpose: they are keys, and stand in subjects.
 NODES = ("n1", "rack 7.n*2", "ü>", "n3")
 LINES = (XID_79, XID_45, XID_13, "", "Kernel panic - not syncing: x", "NVRM: The NVIDIA GPU 0000:b3:00.0", "NVRM: fallen off the bus",

@@ -111,11 +111,11 @@ def replay_all(ledger: Iterable[Record], telemetry: dict[str, Iterable[Record]])
 def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
     """The detector of a stream, with the catalogue that the ledger says was in force."""
     from processors.catalogue import parse as parse_catalogue
-    from processors.job_health import JobDetector
+    from processors.job import job_detector
     from processors.node import node_detector
 
     if stream == TELEMETRY_JOB:
-        return JobDetector()
+        return job_detector()
     text = ""
     for record in ledger:
         if record.subject.endswith(".catalogue_adopted"):
