@@ -447,7 +447,8 @@ class Demo:
 
     async def _kernel_line(self, node: str, line: str) -> None:
         if self._kernel_log(node) == "kmsg":
-            await asyncio.to_thread(Path("/dev/kmsg").write_text, f"<3>{line}")
+            # A record without its newline may be continued, and is shown to nobody before the next one comes.
+            await asyncio.to_thread(Path("/dev/kmsg").write_text, f"<3>{line}\n")
         else:
             self._write_line(node, line)
 
