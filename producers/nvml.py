@@ -198,7 +198,7 @@ class NvmlProducer:
             if self._fatal is not None:
                 raise self._fatal
             if self._over:
-                raise _Gone(f"the process that asks NVML ended by itself ({_exit_text(child)})")
+                raise _Gone(f"the process that asks NVML ended by itself ({await _exit_text(child)})")
             self._wake.clear()
             try:
                 async with asyncio.timeout(max(0.0, due_s - loop.time())):
@@ -350,8 +350,10 @@ class NvmlProducer:
         self.desk.about_node("agent", AgentState(producer=PRODUCER, state=state, detail=detail[:TEXT_MAX]))
 
 
-def _exit_text(child: Child) -> str:
-    code = child.exit_code
-    if code is None:
-        return "it closed its output"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+async def _exit_text(child: Child) -> str:
+    for _ in range(10):
+        code = child.exit_code
+        if code is not None:
+            return f"signal {-code}" if code < 0 else f"exit code {code}"
+        await asyncio.sleep(0.02)
+    return "it closed its output"

@@ -71,7 +71,7 @@ CALLS: tuple[tuple[str, Call], ...] = (
     ("pcie_generation", lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h)),
     ("pcie_generation_max", lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h)),
     ("pcie_replays", lambda n, h: n.nvmlDeviceGetPcieReplayCounter(h)),
-    ("processes", lambda n, h: [p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(h)][:PIDS_MAX]),
+    ("processes", lambda n, h: _processes(n, h)),
 )
 
 #: Field values by NVML's numbers, asked for in one call.
@@ -115,6 +115,17 @@ def _either(nvml: Any, handle: Any, name: str, other: str, *arguments: Any) -> i
         if error.value != FUNCTION_NOT_FOUND:
             raise
         return int(getattr(nvml, other)(handle, *arguments))
+
+
+def _processes(nvml: Any, handle: Any) -> list[int]:
+    """Process ids. The call without a version refuses libraries that are older than pynvml."""
+    try:
+        found = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    except nvml.NVMLError as error:
+        if error.value != FUNCTION_NOT_FOUND:
+            raise
+        found = nvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
+    return [process.pid for process in found[:PIDS_MAX]]
 
 
 class Lost(Exception):
@@ -188,7 +199,7 @@ class Gpu:
                 raise Lost(error.value) from None
             if error.value not in ABSENT:
                 errors.append([name, error.value])
-        except (ValueError, AttributeError) as error:
+        except Exception as error:  # of pynvml's own making: one call's, not the sample's
             errors.append([name, f"{type(error).__name__}: {error}"[:80]])
         return None
 

@@ -150,7 +150,7 @@ def gpu(raw: Mapping[str, Any], before: Mapping[str, Any], passed_s: float) -> G
         retired_corrected=whole(raw.get("retired_corrected")),
         retired_uncorrected=whole(raw.get("retired_uncorrected")),
         retire_pending=flag(raw.get("retire_pending")),
-        recovery_action=recovery_action(raw.get("recovery_action")),
+        recovery_action=recovery_action(raw.get("recovery_action")) if not _needs_reset(raw) else "reset",
         errors=_errors(raw.get("errors")),
         links_active=_links(links, active=True),
         links_inactive=_links(links, active=False),
@@ -161,6 +161,11 @@ def gpu(raw: Mapping[str, Any], before: Mapping[str, Any], passed_s: float) -> G
         pcie_generation_max=whole(raw.get("pcie_generation_max")),
         pcie_replays=whole(raw.get("pcie_replays")),
     )
+
+
+def _needs_reset(raw: Mapping[str, Any]) -> bool:
+    """Drivers that know no recovery actions say it in each call's return code."""
+    return any(isinstance(row, list) and row[1:] == [16] for row in rows(raw.get("errors"), ERRORS_MAX))
 
 
 def _first(*values: float | None) -> float | None:
