@@ -40,6 +40,8 @@ from infra.permissions import node_user
 from producers import rank_exits
 from producers.heartbeat import HeartbeatProducer
 from producers.kernel_log import KMSG, KernelLogProducer, KernelLogSettings, default_interesting
+from producers.nic import NicProducer, NicSettings
+from producers.nic_links import AUTO, OFF
 from producers.nvml import NvmlProducer
 from producers.observe import Clock, Desk
 from producers.outbox import Outbox
@@ -71,6 +73,8 @@ class AgentSettings:
     interesting: Callable[[str], bool] = default_interesting
     heartbeat_s: float = 1.0
     nvml: bool = True
+    #: Which network links are watched (producers.nic_links.chosen); none: no link.
+    nic: tuple[str, ...] = (AUTO,)
     spool_bytes_max: int = 64 * 1024 * 1024
     drain_per_s: float = 2000.0
     hook_folder: Path | None = None
@@ -181,6 +185,7 @@ class Agent:
             TrainerSettings(any_process=settings.any_process),
         )
         self.nvml = NvmlProducer(self.desk, self.host.processes) if settings.nvml else None
+        self.nic = NicProducer(self.desk, state_dir, NicSettings(settings.nic)) if settings.nic else None
         self.commands = Commands(self.desk, self.host.handle, self.bus.publish, say=settings.say)
         self.bus.on_command = self.commands.receive
         self._context_path = state_dir / "context.json"
@@ -199,6 +204,8 @@ class Agent:
             runs += [("kernel_log", producer.run) for producer in self.kernel_logs]
             if self.nvml is not None:
                 runs.append(("nvml", self.nvml.run))
+            if self.nic is not None:
+                runs.append(("nic", self.nic.run))
             tasks += [asyncio.create_task(supervisor.keep(name, run), name=name) for name, run in runs]
             await _until(stop, tasks)
         finally:
@@ -299,6 +306,10 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
     parser.add_argument("--lines-per-s", type=int, default=2000, help="uninteresting kernel lines let through (2000)")
     parser.add_argument("--catalogue", type=Path, help="the catalogue of kernel lines (default: the one that came along)")
     parser.add_argument("--heartbeat-s", type=float, default=1.0)
+    parser.add_argument(
+        "--nic", action="append", metavar="auto|off|PATTERN|!PATTERN",
+        help="network links to watch (default auto: RDMA ports, or where there are none, interfaces with a device); may be repeated",
+    )  # fmt: skip
     parser.add_argument("--nvml", choices=("auto", "off"), default="auto", help="watch NVIDIA GPUs where there are any (auto)")
     parser.add_argument("--spool-mib", type=float, default=64.0, help="on disk while the bus is away (64)")
     parser.add_argument("--hook-folder", type=Path, help="the folder that holds the training hook")
@@ -324,6 +335,7 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
         interesting=_catalogue(given.catalogue),
         heartbeat_s=given.heartbeat_s,
         nvml=given.nvml == "auto",
+        nic=_nic(given.nic or [AUTO]),
         spool_bytes_max=int(given.spool_mib * 1024 * 1024),
         hook_folder=given.hook_folder or _hook(),
         socket_path=given.socket.absolute() if given.socket else None,
@@ -333,6 +345,15 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
         version=_version(),
         say=partial(_say, given.node),
     )
+
+
+def _nic(patterns: list[str]) -> tuple[str, ...]:
+    if OFF in patterns and len(patterns) > 1:
+        raise BadSettings("--nic off stands alone")
+    bad = next((p for p in patterns if not p.removeprefix("!") or len(p) > 200), None)
+    if bad is not None:
+        raise BadSettings(f"--nic {bad[:40]!r} is no pattern of link names; give a name, or a shell pattern such as 'mlx5_*'")
+    return () if patterns == [OFF] else tuple(dict.fromkeys(patterns))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -87,7 +87,8 @@ class Pipeline:
         arguments = module(
             "infra.agent", "--bus", self.server.url, "--seed-file", str(key.seed_file), "--node", node.name,
             "--state", str(self.home.node(node.name)),
-            "--kernel-log", node.kernel_log, "--nvml", "auto" if node.kernel_log == "kmsg" else "off", *more,
+            "--kernel-log", node.kernel_log, "--nvml", "auto" if node.kernel_log == "kmsg" else "off",
+            "--nic", "auto" if node.kernel_log == "kmsg" else "off", *more,
         )  # fmt: skip
         await self.supervisor.start(f"agent-{subjects.token(node.name)}", arguments)
 
