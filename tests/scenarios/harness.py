@@ -169,9 +169,11 @@ class Scenario:
         self.thaw()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.pipeline.stop(), 25)
-        for process in self.processes():
+        left = self.processes()
+        for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        await asyncio.to_thread(psutil.wait_procs, left, 10)
 
     # -- waiting -------------------------------------------------------------------------------------------------------------
 
