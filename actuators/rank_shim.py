@@ -100,16 +100,24 @@ class Ring:
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit = name, max(4096, limit)
         self.fd = -1
-        self.size = 0
+        self.size = self.before = 0
         self.tail = b""
         self.open()
 
     def open(self) -> None:
+        """NAME.base tells a reader how many bytes came before NAME, so that it knows what it missed."""
+        self.before += self.size
+        self.size = 0
         try:
             self.fd = os.open(self.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            if self.before:
+                base = os.open(self.name + ".base", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                try:
+                    os.write(base, b"%d" % self.before)
+                finally:
+                    os.close(base)
         except OSError:
-            self.fd = -1
-        self.size = 0
+            pass
 
     def write(self, data: bytes) -> None:
         self.tail = (self.tail + data)[-TAIL_BYTES:]

@@ -12,8 +12,9 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from actuators.checkpoints import CheckpointReader
 from actuators.environment import Plan, parked_form, plan_of, ranked
@@ -38,6 +39,24 @@ class RankNews:
     attempt: int
     fact: RankStarted | RankExit
     identity: str = ""
+
+
+class RankOutput(NamedTuple):
+    """A rank's stdout.log and stderr.log in `folder`; `secrets`: values that must not be shown of them."""
+
+    slot: str
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    folder: Path
+    ended: bool
+    secrets: tuple[str, ...]
+
+
+@lru_cache(maxsize=64)
+def _secrets(plan: Plan | None) -> tuple[str, ...]:
+    return secrets_in({**os.environ, **dict(plan.environment)} if plan else os.environ)
 
 
 class Refused(Exception):
@@ -128,6 +147,23 @@ class RankHost:
         live = [slot for slot in self._slots.all.values() if slot.live and slot.record.attempt and slot.ran]
         newest = max(live, key=lambda slot: (slot.record.attempt, slot.record.slot), default=None)
         return (newest.record.job, newest.record.attempt) if newest else ("", 0)
+
+    def outputs(self) -> tuple[RankOutput, ...]:
+        """Where the ranks of this node print to, those that ended included for as long as their folders are kept."""
+        return tuple(
+            RankOutput(
+                slot=name,
+                job=slot.record.job,
+                attempt=slot.record.attempt,
+                rank=slot.record.rank,
+                world_size=slot.record.world_size,
+                folder=slot.folder,
+                ended=slot.ended is not None,
+                secrets=_secrets(self._memory.job(slot.record.job).plan),
+            )
+            for name, slot in self._slots.all.items()
+            if slot.record.attempt and slot.ran
+        )
 
     def parked(self) -> int:
         """Workers that wait, warm."""

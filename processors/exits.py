@@ -31,8 +31,9 @@ class Ending(NamedTuple):
     evidence: str
 
 
-def reading(data: RankExit, node: str) -> Ending:
-    """Of an exit that is a failure. `evidence` holds code or signal and the last lines of stderr."""
+def reading(data: RankExit, node: str, words: str = "") -> Ending:
+    """Of an exit that is a failure. `evidence` holds code or signal and the last lines of stderr, and what the rank's log said of note
+    (`words`) if that is not among them. What it is taken for does not depend on `words`."""
     tail = data.stderr_tail.strip("\n")
     place = f"rank {data.rank} on {node[:200]}"
     if data.signal is not None:
@@ -43,6 +44,8 @@ def reading(data: RankExit, node: str) -> Ending:
     else:
         rule = "rank_traceback" if "Traceback (most recent call last)" in tail else "rank_exit"
         head = f"{place} ended with code {data.code}"
+    if words and words not in tail:
+        head = f"{head}; of note in its log: {words}"
     confidence: Confidence = "sympathetic" if _is_echo(data, tail) else "low"
     if tail:
         room = QUOTE_BYTES - len(head.encode("utf-8", "replace")) - 2

@@ -16,6 +16,7 @@ from events.clock import NS
 from events.envelope import Fact
 from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
 from events.presence import Heartbeat, Tick
+from events.rank_log import RankLog
 from events.training import RankExit, RankStarted, TrainingProgress
 from processors import ranks as ranks_
 from processors.detector import Claim, PartitionClock, Seen, quote
@@ -24,6 +25,8 @@ from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, 
 from processors.stalls import judged
 
 CAUSES_MAX = 16
+#: Ranks of whose logs the last line of note is kept, and how much of it.
+WORDS_MAX, WORD_BYTES = 16, 300
 #: So many times `healthy_steps` make an attempt healthy though some ranks tell of no steps (scripts that only report on rank 0).
 SPARSE_FACTOR = 10
 
@@ -31,7 +34,7 @@ SPARSE_FACTOR = 10
 class JobState(NamedTuple):
     """One attempt. `moved_ns`: when any rank's progress grew last (at first: when the attempt began); `heard_ns`: when anything
     of the attempt was heard; `step`: the highest finished; `healthy`: steps finished since the last non-finite loss; `stepped`:
-    ranks that finished one; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible."""
+    ranks that finished one; `words`: the last of note in the logs of a few ranks, newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible."""
 
     job: str = ""
     attempt: int = -1
@@ -61,6 +64,7 @@ class JobState(NamedTuple):
     scan_ns: int = 0
     silence_noted: bool = False
     finished: bool = False
+    words: tuple[tuple[int, str], ...] = ()
 
 
 _EMPTY = JobState()
@@ -70,7 +74,7 @@ class JobDetector:
     """`phase_limit_s`, `healthy_steps`, `progress_note_s`, `exits_each_max` and `silence_s` of the settings."""
 
     name = "job"
-    reads: frozenset[type[Fact]] | None = frozenset((Tick, Heartbeat, TrainingProgress, RankStarted, RankExit))
+    reads: frozenset[type[Fact]] | None = frozenset((Tick, Heartbeat, TrainingProgress, RankStarted, RankExit, RankLog))
 
     def key_of(self, seen: Seen) -> str:
         return seen.job
@@ -87,6 +91,8 @@ class JobDetector:
             out["ranks"] = ranks_.dump(state.ranks)
         if state.unsaid_causes:
             out["unsaid_causes"] = list(state.unsaid_causes)
+        if state.words:
+            out["words"] = [list(word) for word in state.words]
         return out
 
     def load(self, key: str, value: Any) -> JobState:
@@ -95,6 +101,8 @@ class JobDetector:
             changes["ranks"] = ranks_.load(changes["ranks"])
         if "unsaid_causes" in changes:
             changes["unsaid_causes"] = tuple(changes["unsaid_causes"])
+        if "words" in changes:
+            changes["words"] = tuple((rank, text) for rank, text in changes["words"])
         return JobState(**changes)
 
     def detect(self, state: JobState, clock: PartitionClock, seen: Seen) -> tuple[JobState, tuple[Claim, ...]]:
@@ -108,6 +116,8 @@ class JobDetector:
         claims: list[Claim] = []
         if kind is Heartbeat:
             return (_heartbeat(state, seen, data), ()) if attempt == state.attempt else (state, ())
+        if kind is RankLog:
+            return (_words(state, data), ()) if attempt == state.attempt else (state, ())
         if kind not in (TrainingProgress, RankStarted, RankExit):
             return state, ()
         if not data.rank < data.world_size <= RANKS_MAX:
@@ -212,6 +222,21 @@ def _noted(state: JobState, clock: PartitionClock, seen: Seen, claims: list[Clai
     return state._replace(confirmed=True, noted_ns=seen.time_ns, noted_step=state.step)
 
 
+def _words(state: JobState, data: RankLog) -> JobState:
+    """The newest of note that a rank printed. It opens nothing by itself: it is quoted where the rank's exit is."""
+    launcher = next((one for one in data.launcher if one.root_cause), None)
+    if launcher is not None:
+        text = f"the launcher saw rank {launcher.rank} on {launcher.host} fail first, with code {launcher.code}"
+    elif data.traceback:
+        text = data.traceback.rstrip().rpartition("\n")[2]
+    elif data.lines:
+        text = data.lines[-1].text
+    else:
+        return state
+    others = [word for word in state.words if word[0] != data.rank]
+    return state._replace(words=(*others[-WORDS_MAX + 1 :], (data.rank, quote(text, WORD_BYTES))))
+
+
 def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, claims: list[Claim]) -> JobState:
     known = ranks_.get(state.ranks, data.rank) or Rank(seen.node)
     if known.exit != RUNS:
@@ -232,7 +257,7 @@ def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, cl
         return state
     ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=FAILED))
     state = state._replace(ranks=ranks, heard_ns=heard_ns, failed=state.failed + 1)
-    ending = reading(data, seen.node)
+    ending = reading(data, seen.node, dict(state.words).get(data.rank, ""))
     if state.said >= clock.settings.exits_each_max:
         return state._replace(
             unsaid=state.unsaid + 1,
