@@ -37,6 +37,7 @@ from infra.cli.common import (
 )
 from infra.cli.operator import known, read_policy
 from infra.cli.reading import last_heard
+from infra.cli.topology import TopologyOption, declare, declared_topology, topology_of
 from infra.home import Address, Home, host_name
 from infra.jetstream import JetStreamLog
 from infra.pipeline import Node, Pipeline, default_policy_text, start_control
@@ -93,11 +94,13 @@ def register(app: typer.Typer) -> None:
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file [default: observe everything]")] = None,
         kernel_log: KernelOption = "kmsg",
         port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The bus's port on loopback; 0: any free one")] = 0,
+        topology: TopologyOption = None,
         actuate: Annotated[str, typer.Option("--exec", help="The site's own script for evict, replace and notify")] = "",
         home: HomeOption = None,
     ) -> None:
         """Run the embedded bus, the processors, the actuators and this host's agent, until stopped. Ranks go on without it."""
         names = node or node_names(nodes)
+        places = topology_of(topology) if topology else None
         pipeline = Pipeline(
             Home.default(home),
             policy_text(Home.default(home), policy),
@@ -112,6 +115,8 @@ def register(app: typer.Typer) -> None:
             try:
                 await pipeline.start()
                 assert pipeline.server is not None
+                if places is not None:
+                    await with_bus(pipeline.address, "operator", lambda nc: declare(nc, places))
                 say(
                     f"up: bus {pipeline.server.url}, agents {', '.join(names) if agents else 'none'}, state in {pipeline.home.path}; Ctrl-C stops it"
                 )
@@ -166,10 +171,13 @@ def register(app: typer.Typer) -> None:
         backend: Annotated[Literal["local", "exec"], typer.Option("--backend", help="Who evicts, replaces and pages: the agents, or the site's script (--exec)")] = "local",
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file, when the pipeline is started here")] = None,
         detach: Annotated[bool, typer.Option("--detach", help="Declare the job and return (the pipeline must be up)")] = False,
+        topology: TopologyOption = None,
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "",
     ) -> None:  # fmt: skip
         """Run your own training script under the pipeline. If none is up on this home, one is started here, until the job ends."""
-        declared = JobSpec(command, nodes, ranks_per_node, tp, pp, standbys, node, spare, job, checkpoints, revision, backend)
+        declared = JobSpec(
+            command, nodes, ranks_per_node, tp, pp, standbys, node, spare, job, checkpoints, revision, backend, topology
+        )
         where = address(home, url, key)
         if where.runs:
             raise typer.Exit(run(declared.run_on(where, detach)))
@@ -186,7 +194,9 @@ class JobSpec:
     def __init__(
         self, command: list[str], nodes: int, ranks_per_node: int, tp: int, pp: int, standbys: int,
         node: list[str] | None, spare: list[str] | None, job: str, checkpoints: Path | None, revision: str, backend: str,
+        topology: Path | None = None,
     ) -> None:  # fmt: skip
+        self.topology = topology_of(topology) if topology else None
         self.places = [place(text) for text in node or ()]
         self.spares = [place(text) for text in spare or ()]
         self.nodes, self.standbys = len(self.places) or nodes, len(self.spares) or standbys
@@ -222,6 +232,16 @@ class JobSpec:
                 f"a job {self.job} runs already; stop it with `keepstep stop --reason …`, or name this one with --job"
             )
         places, spares = await self._choose(nc, set(fleet.owners) - (set(node_of(there)) if there else set()))
+        if self.topology is not None:
+            await declare(nc, self.topology)
+        known_places = self.topology or await declared_topology(nc)
+        if known_places is not None:
+            places, spares = [known_places.fill(p) for p in places], [known_places.fill(p) for p in spares]
+            unknown = [p.node for p in (*places, *spares) if not (p.rack or p.switch)]
+            if self.topology is not None and unknown:
+                say(
+                    f"{self.topology.origin} does not say where {', '.join(unknown[:8])} stand{'s' if len(unknown) == 1 else ''}"
+                )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         ledger = JetStreamLog(nc, LEDGER)
         start = await ledger.last_sequence()

@@ -26,6 +26,7 @@ from infra.cli.common import (
     show_json,
     with_bus,
 )
+from infra.cli.topology import declared_topology
 from infra.clock import wall_ns
 from infra.jetstream import JetStreamLog
 from infra.pipeline import adopt, default_policy_text
@@ -172,7 +173,9 @@ def register(app: typer.Typer) -> None:
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Add a spare machine to a job's standbys. One whose serial number was evicted before is not used."""
+        where = run(with_bus(address(home, url, key), "operator", declared_topology))
         place = Place(node=node, rack=rack, switch=switch, serial=serial)
+        place = where.fill(place) if where else place
         _speak(home, url, key, json, lambda name, _: StandbyAdded(job=name, place=place, author=author()), job)
 
     policy_app = typer.Typer(help="Show, check or adopt the policy.", no_args_is_help=True)
