@@ -40,6 +40,7 @@ from producers.nic_netlink import LinkSocket
 from producers.nic_sysfs import SysfsLinks
 from producers.observe import Desk
 from producers.reader_thread import Hung, ReaderThread
+from producers.supervise import Pulse
 
 T = TypeVar("T")
 PRODUCER = "nic"
@@ -80,6 +81,7 @@ class NicProducer:
     def __init__(self, desk: Desk, state_dir: Path, settings: NicSettings, *, sysfs: SysfsLinks | None = None) -> None:
         self.desk = desk
         self.settings = settings
+        self.pulse = Pulse(settings.sample_s)
         self.links: dict[str, _Watched] = {}
         self._sysfs = sysfs or SysfsLinks(settings.root)
         self._thread = ReaderThread(PRODUCER)
@@ -105,13 +107,12 @@ class NicProducer:
             self._load()
             await self._survey()
             self._netlink.ask()
-            devices = ", ".join(list(self.links)[:32]) or "none that was up yet"
-            self._say("started", f"watches {len(self.links)} links: {devices}")
             await self._sample()
             surveyed_s = sampled_s = clock()
             while True:
                 await self._wait(sampled_s + self.settings.sample_s - clock())
                 now_s = clock()
+                self.pulse.beat()
                 if self._polls:
                     await self._look()
                 if self._survey_wanted and now_s - surveyed_s >= min(SURVEY_S_MIN, self.settings.poll_s):
@@ -352,7 +353,7 @@ class NicProducer:
             self._say("resumed", "the links' state can be read again")
         return result
 
-    def _say(self, state: Literal["started", "stalled", "resumed", "skipped"], detail: str) -> None:
+    def _say(self, state: Literal["stalled", "resumed", "skipped"], detail: str) -> None:
         self.desk.about_node(PRODUCER, AgentState(producer=PRODUCER, state=state, detail=detail[:TEXT_MAX]))
 
     def _gap(self, reason: Literal["overrun", "unreadable"], detail: str) -> None:

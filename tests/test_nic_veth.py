@@ -110,7 +110,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watch]]:
     def begin(*pairs: str, patterns: tuple[str, ...], **environment: str) -> Watch:
         found = Watch(tmp_path, pairs, patterns, **environment)
         made.append(found)
-        found.until("agent_state")
+        found.until("nic_sample")
         return found
 
     yield begin
