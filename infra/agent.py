@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from actuators.ranks import RankHost, RankNews
+from actuators.tail import shown
 from events import subjects
+from events.action import CommandAnswered, NodeCommand
 from events.clock import NS
 from events.envelope import NAME_MAX, TEXT_MAX
 from events.hardware import EvidenceGap
 from events.presence import AgentState
-from events.training import RankStarted
+from events.training import RankExit, RankStarted
 from infra import (
     clock,
     lean_nats,  # noqa: F401  before whatever imports nats
@@ -37,15 +39,18 @@ from infra.agent_bus import AgentBus, Commands
 from infra.hook_folder import NoHook, hook_folder
 from infra.keys import KeyProblem, connect_options, public_key_of
 from infra.permissions import node_user
-from producers import rank_exits
+from producers import host_config, rank_exits
 from producers.heartbeat import HeartbeatProducer
+from producers.host import HostProducer, HostSettings
 from producers.kernel_log import KMSG, KernelLogProducer, KernelLogSettings, default_interesting
 from producers.nic import NicProducer, NicSettings
 from producers.nic_links import AUTO, OFF
 from producers.nvml import NvmlProducer
 from producers.observe import Clock, Desk
 from producers.outbox import Outbox
-from producers.supervise import Supervisor, sentence
+from producers.rank_devices_sysfs import RankDevicesTeller
+from producers.rank_logs import RankLogs, RankLogSettings
+from producers.supervise import Pulse, Supervisor, sentence
 from producers.trainer import BadSocketPath, TrainerSettings, TrainerSocket, check_path
 
 #: After the last rank ended, what is seen of the node still names its attempt for this long: the line that tells why comes late.
@@ -75,6 +80,9 @@ class AgentSettings:
     nvml: bool = True
     #: Which network links are watched (producers.nic_links.chosen); none: no link.
     nic: tuple[str, ...] = (AUTO,)
+    #: Samples of the host itself, its set-up, and what ranks print.
+    host: bool = True
+    host_interval_s: float = 10.0
     spool_bytes_max: int = 64 * 1024 * 1024
     drain_per_s: float = 2000.0
     hook_folder: Path | None = None
@@ -104,6 +112,8 @@ def check(settings: AgentSettings) -> None:
         raise BadSettings(f"a spool of {settings.spool_bytes_max} bytes is too small; give at least {SPOOL_BYTES_MIN}")
     if settings.lines_per_s < 1 or settings.drain_per_s < 1:
         raise BadSettings("a rate is at least 1 a second")
+    if not 1 <= settings.host_interval_s <= 3600:
+        raise BadSettings(f"a sample of the host every {settings.host_interval_s:g} s is not between 1 and 3600 s")
     if not settings.bus_url.startswith(("nats://", "tls://")):
         raise BadSettings(f"{settings.bus_url!r} is no address of a bus; give --bus nats://host:port")
     for source in settings.kernel_logs:
@@ -172,7 +182,7 @@ class Agent:
             address=settings.address,
             grace_s=settings.stop_grace_s,
         )
-        kernel = KernelLogSettings(settings.trust_user_facility, settings.lines_per_s, settings.interesting)
+        kernel = KernelLogSettings(settings.trust_user_facility, settings.lines_per_s, settings.interesting, self._own_pids)
         self.kernel_logs = [KernelLogProducer(source, self.desk, state_dir, kernel) for source in settings.kernel_logs]
         self.heartbeat = HeartbeatProducer(
             self.desk, self._current, self.host.processes, self.host.parked, interval_s=settings.heartbeat_s
@@ -185,8 +195,23 @@ class Agent:
             TrainerSettings(any_process=settings.any_process),
         )
         self.nvml = NvmlProducer(self.desk, self.host.processes) if settings.nvml else None
+        self.rank_devices = RankDevicesTeller(self.desk) if settings.nic else None
         self.nic = NicProducer(self.desk, state_dir, NicSettings(settings.nic)) if settings.nic else None
-        self.commands = Commands(self.desk, self.host.handle, self.bus.publish, say=settings.say)
+        self.watch: HostProducer | None = None
+        self.rank_logs: RankLogs | None = None
+        if settings.host:
+            facts = (lambda: host_config.of_gpus(self.nvml.last if self.nvml else None),)
+            self.watch = HostProducer(
+                self.desk,
+                state_dir,
+                self.host.current,
+                self.host.processes,
+                HostSettings(interval_s=settings.host_interval_s),
+                facts=facts,
+            )
+            logs = RankLogSettings(interesting=settings.interesting, show=lambda line, secrets: shown(line.encode(), secrets))
+            self.rank_logs = RankLogs(self.desk, state_dir, self.host.outputs, logs)
+        self.commands = Commands(self.desk, self._handle, self.bus.publish, say=settings.say)
         self.bus.on_command = self.commands.receive
         self._context_path = state_dir / "context.json"
         self._present_ns = clock.boot_ns()
@@ -200,13 +225,20 @@ class Agent:
         tasks = [asyncio.create_task(self.bus.run(), name="bus")]
         try:
             await self.host.start()
-            runs: list[tuple[str, Callable[[], Any]]] = [("heartbeat", self.heartbeat.run), ("trainer", self.trainer.run)]
-            runs += [("kernel_log", producer.run) for producer in self.kernel_logs]
+            runs: list[tuple[str, Callable[[], Any], Pulse | None]] = [
+                ("heartbeat", self.heartbeat.run, self.heartbeat.pulse),
+                ("trainer", self.trainer.run, None),
+            ]
+            runs += [("kernel_log", producer.run, producer.pulse) for producer in self.kernel_logs]
             if self.nvml is not None:
-                runs.append(("nvml", self.nvml.run))
+                runs.append(("nvml", self.nvml.run, None))  # tells of its stalls itself, and of what it waits for
             if self.nic is not None:
-                runs.append(("nic", self.nic.run))
-            tasks += [asyncio.create_task(supervisor.keep(name, run), name=name) for name, run in runs]
+                runs.append(("nic", self.nic.run, None))  # the same
+            if self.watch is not None and self.rank_logs is not None:
+                runs.append(("host", self.watch.run, self.watch.pulse))
+                runs.append(("rank_logs", self.rank_logs.run, self.rank_logs.pulse))
+            tasks += [asyncio.create_task(supervisor.keep(name, run, pulse), name=name) for name, run, pulse in runs]
+            tasks.append(asyncio.create_task(supervisor.watch(), name="watch"))
             await _until(stop, tasks)
         finally:
             self.desk.about_node("agent", AgentState(state="stopping", version=self.settings.version))
@@ -214,6 +246,8 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks[1:], return_exceptions=True)
             await self.commands.close()
+            if self.rank_devices is not None:
+                await self.rank_devices.close()
             await self.host.close(leave_running=True)
             await self.outbox.close()
             tasks[0].cancel()
@@ -232,21 +266,58 @@ class Agent:
             self._set_context("", 0)
         return job, attempt
 
+    async def _handle(self, command: NodeCommand) -> CommandAnswered:
+        answer = await self.host.handle(command)
+        if command.verb == "start" and answer.ok:
+            self._set_folders(
+                (
+                    ("working", command.directory),
+                    ("checkpoints", command.checkpoints and os.path.join(command.directory, command.checkpoints)),
+                )
+            )
+        return answer
+
+    def _own_pids(self) -> frozenset[int]:
+        return frozenset((os.getpid(), *(self.nvml.pids if self.nvml else ()), *(self.watch.pids if self.watch else ())))
+
     def _rank_news(self, news: RankNews) -> None:
+        if self.rank_logs is not None:
+            self.rank_logs.pump()  # its last words come before its end
+        if isinstance(news.fact, RankExit) and not news.fact.asked and self.watch is not None:
+            self.watch.rank_ended(news.fact.rank)
         if isinstance(news.fact, RankStarted):
             for producer in self.kernel_logs:
                 producer.pump()  # what the kernel said before belongs to before
             self._present_ns = clock.boot_ns()
             self._set_context(news.job, news.attempt)
+            if self.rank_devices is not None:
+                self.rank_devices.started(news.job, news.attempt, news.fact)
         rank_exits.tell(self.desk, news.job, news.attempt, news.fact, news.identity)
 
     def _set_context(self, job: str, attempt: int) -> None:
         if (job, attempt) == (self.desk.job, self.desk.attempt):
             return
         self.desk.job, self.desk.attempt = job, attempt
+        if not job and self.watch is not None:
+            self.watch.job_folders = ()
+        self._save_context()
+
+    def _set_folders(self, folders: tuple[tuple[str, str], ...]) -> None:
+        """The folders of the job that was started last."""
+        folders = tuple((use, path) for use, path in folders if path)
+        if self.watch is not None and self.watch.job_folders != folders:
+            self.watch.job_folders = folders
+            self._save_context()
+
+    def _save_context(self) -> None:
+        folders = self.watch.job_folders if self.watch is not None else ()
         temporary = self._context_path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps({"boot_id": self.desk.boot_id, "job": job, "attempt": attempt}))
+            temporary.write_text(
+                json.dumps(
+                    {"boot_id": self.desk.boot_id, "job": self.desk.job, "attempt": self.desk.attempt, "folders": folders}
+                )
+            )
             temporary.replace(self._context_path)
 
     def _load_context(self) -> None:
@@ -254,6 +325,8 @@ class Agent:
             value = json.loads(self._context_path.read_text())
             if value["boot_id"] == self.desk.boot_id:
                 self.desk.job, self.desk.attempt = str(value["job"]), int(value["attempt"])
+                if self.watch is not None:
+                    self.watch.job_folders = tuple((str(use), str(path)) for use, path in value.get("folders", ()))
         except (OSError, ValueError, KeyError, TypeError):
             pass
 
@@ -311,6 +384,10 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
         help="network links to watch (default auto: RDMA ports, or where there are none, interfaces with a device); may be repeated",
     )  # fmt: skip
     parser.add_argument("--nvml", choices=("auto", "off"), default="auto", help="watch NVIDIA GPUs where there are any (auto)")
+    parser.add_argument(
+        "--host", choices=("auto", "off"), default="auto", help="sample the host, its set-up and what its ranks print (auto)"
+    )
+    parser.add_argument("--host-s", type=float, default=10.0, help="between samples of the host (10)")
     parser.add_argument("--spool-mib", type=float, default=64.0, help="on disk while the bus is away (64)")
     parser.add_argument("--hook-folder", type=Path, help="the folder that holds the training hook")
     parser.add_argument("--socket", type=Path, help="the training hook's socket (default: in the state folder)")
@@ -336,6 +413,8 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
         heartbeat_s=given.heartbeat_s,
         nvml=given.nvml == "auto",
         nic=_nic(given.nic or [AUTO]),
+        host=given.host == "auto",
+        host_interval_s=given.host_s,
         spool_bytes_max=int(given.spool_mib * 1024 * 1024),
         hook_folder=given.hook_folder or _hook(),
         socket_path=given.socket.absolute() if given.socket else None,
