@@ -22,6 +22,8 @@ from events.network import LinkChanged, NicBaseline, NicSample
 from events.presence import AgentState
 from events.registry import parse as parse_event
 from infra.agent import BadSettings, arguments
+from processors.node import node_detector
+from processors.policy import Detectors, Network
 from producers.netlink_messages import Done, LinkNews, Problem, attributes, parse, request_dump
 from producers.nic import NicProducer, NicSettings
 from producers.nic_links import (
@@ -40,6 +42,8 @@ from producers.nic_links import (
 from producers.nic_sysfs import SysfsLinks
 from producers.reader_thread import Hung, ReaderThread
 from tests.nic_watch import desk
+from tests.telemetry import Story, catalogue, facts
+from tests.telemetry import told as detector_says
 
 H100 = Path(__file__).resolve().parent.parent.parent / "shared" / "cases" / "sysfs" / "sys-class-infiniband-h100.tar.gz"
 
@@ -374,6 +378,23 @@ async def test_one_that_went_down_and_came_back_between_two_looks_is_told(tmp_pa
         tree.count("mlx5_1", link_downed=2)
         await _until(told.changes)
         assert told.changes() == [("mlx5_1/1", "up", 2)]
+
+
+async def test_from_a_tree_that_flaps_to_a_claim_that_names_the_machine(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "sys")
+    async with running(tree.root, tmp_path) as told:
+        for i in range(2):
+            tree.down("mlx5_0")
+            await _until(lambda: len(told.changes()) == 2 * i + 1)  # noqa: B023
+            tree.count("mlx5_0", link_downed=i + 1)
+            tree.up("mlx5_0")
+            await _until(lambda: len(told.changes()) == 2 * i + 2)  # noqa: B023
+    story = Story()
+    story.adopt(0, Detectors(network=Network(boot_grace_s=0)))
+    for event in told:
+        story.say(event.number, "n1", event.data, producer="nic")
+    said = [(f.symptom, getattr(f, "confidence", "over")) for f in facts(detector_says(node_detector(catalogue()), story))]
+    assert said == [("nic_down", "low"), ("nic_down", "over"), ("nic_down", "low"), ("nic_flap", "high"), ("nic_down", "over")]
 
 
 async def test_an_adapter_that_disappears_is_gone_and_back_with_its_counters_at_nought(tmp_path: Path) -> None:
