@@ -462,12 +462,13 @@ def _tls(ca: Path | None) -> ssl.SSLContext | None:
 
 
 def _catalogue(path: Path | None) -> Callable[[str], bool]:
-    import schemas
+    from infra.catalogue_files import SHIPPED, catalogue_text
     from processors import catalogue
 
-    path = path or Path(schemas.__file__).parent / "catalogue.yaml"
+    examples = path is not None  # the one that came along was tried before it did
+    path = path or SHIPPED
     try:
-        return catalogue.parse(path.read_text(encoding="utf-8")).interesting
+        return catalogue.parse(catalogue_text(path), examples=examples).filter_alone()
     except (OSError, UnicodeDecodeError) as error:
         raise BadSettings(f"the catalogue {path} can't be read ({sentence(error)}); give another --catalogue") from None
     except catalogue.BadCatalogue as error:

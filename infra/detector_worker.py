@@ -23,6 +23,7 @@ from events.job import CatalogueAdopted
 from events.ports import LEDGER, LogError
 from events.registry import Malformed, parse
 from infra.bus import BusClient, connect
+from infra.catalogue_files import catalogue_text
 from infra.detector_host import DetectorHost
 from infra.embedded import EmbeddedError
 from infra.faust_transport import FrameSchema, NatsApp, NatsSettings, quiet_faust
@@ -78,9 +79,9 @@ async def load_detector(which: str, nc: BusClient) -> Detector[Any]:
         with contextlib.suppress(Malformed):
             text = getattr(parse(record.data).data, "text", text)
     if not text:
-        text = (Path(__file__).resolve().parent.parent / "schemas" / "catalogue.yaml").read_text(encoding="utf-8")
+        text = catalogue_text()
     return cast(
-        "Detector[Any]", import_module("processors.node").node_detector(import_module("processors.catalogue").parse(text))
+        "Detector[Any]", import_module("processors.node").node_detector(import_module("processors.catalogue").parse(text, examples=False))
     )
 
 

@@ -1,5 +1,5 @@
-"""One module builds it all: the embedded bus, the processors, the actuators and the agents of this host, as child processes. `up`,
-`run` and `demo` are this with different settings."""
+"""One module builds it all: the embedded bus (or one elsewhere), the processors, the actuators and the agents of this host, as child
+processes. `up`, `run` and `demo` are this with different settings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from events.ports import LEDGER
 from events.presence import SettingsAdopted
 from events.registry import canonical, make, parse
 from infra.bus import BusClient
+from infra.catalogue_files import catalogue_text
 from infra.clock import new_event_id, wall_ns
 from infra.embedded import EmbeddedServer
 from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
 from infra.keys import identity_of
+from infra.permissions import node_user
 from infra.streams import check_server, ensure_streams
 from infra.supervise import Child, Supervisor, module
 from processors import policy as policies
@@ -40,7 +42,8 @@ class Node:
 
 @dataclass(slots=True)
 class Pipeline:
-    """`await start()`, then `stop()`. `policy`: the policy's text; adopted if it differs from the one in force."""
+    """`await start()`, then `stop()`. `policy`: the policy's text; adopted if it differs from the one in force. `url`: a bus elsewhere,
+    which has the nodes' keys already, in place of an embedded one; `key`: its seed files, with `{user}`."""
 
     home: Home
     policy: str
@@ -49,6 +52,9 @@ class Pipeline:
     port: int = 0
     backend: str = "local"
     actuate: str = ""
+    url: str = ""
+    key: str = ""
+    replicas: int = 1
     server: EmbeddedServer | None = None
     supervisor: Supervisor = field(init=False)
     on_restart: Callable[[Child, int], None] | None = None
@@ -58,18 +64,19 @@ class Pipeline:
 
     @property
     def address(self) -> Address:
-        return Address(self.home)
+        return Address(self.home, self.url, self.key)
 
     async def start(self) -> None:
         """Raises EmbeddedError, StreamProblem, BadPolicy, ChildFailed: each a sentence that says what to do."""
         policies.parse(self.policy)
         self.home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.server = EmbeddedServer(self.home.bus, port=self.port, nodes=[node.name for node in self.nodes])
-        await asyncio.to_thread(self.server.start)
+        if not self.url:
+            self.server = EmbeddedServer(self.home.bus, port=self.port, nodes=[node.name for node in self.nodes])
+            await asyncio.to_thread(self.server.start)
         admin = await self.address.connect("admin")
         try:
             await check_server(admin)
-            await ensure_streams(admin)
+            await ensure_streams(admin, self.replicas)
             await adopt(admin, self.policy, self.author)
         finally:
             await admin.close()
@@ -82,13 +89,17 @@ class Pipeline:
         if self.server is not None:
             await asyncio.to_thread(self.server.add_nodes, [node.name])
         more = ("--trust-user-facility",) if node.trust_user_facility else ()
-        assert self.server is not None
-        key = self.server.key(identity_of(node_name=node.name))
+        if self.server is not None:
+            url, seed_file = self.server.url, self.server.key(identity_of(node_name=node.name)).seed_file
+        else:
+            url, seed_file = self.url, Path(self.key.replace("{user}", node_user(node.name)))
         arguments = module(
-            "infra.agent", "--bus", self.server.url, "--seed-file", str(key.seed_file), "--node", node.name,
+            "infra.agent", "--bus", url, "--seed-file", str(seed_file), "--node", node.name,
             "--state", str(self.home.node(node.name)),
             "--kernel-log", node.kernel_log, "--nvml", "auto" if node.kernel_log == "kmsg" else "off",
-            "--nic", "auto" if node.kernel_log == "kmsg" else "off", *more,
+            "--nic", "auto" if node.kernel_log == "kmsg" else "off",
+            # Several agents on one machine would all tell of the same one.
+            "--host-s", "10" if node.kernel_log == "kmsg" else "60", *more,
         )  # fmt: skip
         await self.supervisor.start(f"agent-{subjects.token(node.name)}", arguments)
 
@@ -152,10 +163,6 @@ async def say(ledger: JetStreamLog, fact: Fact, job: str) -> str:
     event = make(fact, id=new_event_id(), source="operator", subject=job or "fleet", time=wall_ns(), job=job)
     await ledger.append(subjects.ledger(job or subjects.FLEET, "operator", fact.kind()), canonical(event), message_id=event.id)
     return event.id
-
-
-def catalogue_text() -> str:
-    return (Path(__file__).resolve().parent.parent / "schemas" / "catalogue.yaml").read_text(encoding="utf-8")
 
 
 def default_policy_text() -> str:

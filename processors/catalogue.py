@@ -1,88 +1,59 @@
-"""The catalogue: what a kernel's line means, as data. Text in, model out; a line in, a finding out. Pure.
+"""The catalogue: what a line of a log means, as data. Text in, model out; a line in, a finding out. Pure.
 
-The rows are in schemas/catalogue.yaml, whose head explains its form; adding one needs no code. A row with `xid` is tried on
+The rows are in schemas/catalogue/, whose first file explains their form; adding one needs no code. A row with `xid` is tried on
 lines that the driver's one form of Xid line matches, the others where their literals stand; the first row that fits is the
-finding. `interesting` passes whatever any row could match, and every Xid, known or not.
+finding. Three questions, each asked of an automaton of literals first (infra/decisions/100-literals-first.md): `interesting` and
+`classify` for a node's kernel lines (claims only), `spans` for whole chunks of a file, `judge` for one text, of which everything is
+asked, also whether it only looks alarming.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
-from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from processors.catalogue_literals import Literals
+from processors.catalogue_rows import LINE_CHARACTERS_MAX, TEXT_CHARACTERS_MAX, BadCatalogue, Row, Tables, compiled, read
+from processors.catalogue_series import Risen
+from processors.catalogue_words import words_fit
 
-from events.incident import Confidence, Symptom
+__all__ = ["LINE_CHARACTERS_MAX", "TEXT_CHARACTERS_MAX", "BadCatalogue", "Catalogue", "Finding", "Row", "digest", "parse", "pci_address"]  # fmt: skip
 
-Fault = Literal["hardware", "driver", "user_code"]
-FirstAction = Literal["evict", "diagnose", "restart", "roll_back", "record"]
-
-#: Longer texts are no catalogue (CatalogueAdopted holds as much), longer lines are judged by their first part.
-TEXT_CHARACTERS_MAX = 500_000
-LINE_CHARACTERS_MAX = 4096
-LINES_MAX = 64
+#: A text of more lines is judged by its first ones, a longer one by its first characters.
+LINES_MAX = 400
+TEXT_JUDGED_MAX = 64 * 1024
 
 #: The driver's line: `NVRM: Xid (PCI:0000:9b:00): 79, …`, `Xid (0000:af:00): …`, `(0001:00)` of 2006, `(PCI:0000:01:00 GPU-I:05)`
 #: for a MIG instance. Not SXid, which is the switch's.
 _XID = re.compile(r"(?<![A-Za-z])Xid \((?:PCI:)?(?P<device>[0-9A-Fa-f:.]{4,20})(?: GPU-I:\d{1,4})?\): (?P<xid>\d{1,6})(?!\d)")
+#: Other programs that name one: `Xid=79`, `XID 79`, `Xid error: 79`, `XID errors found: 48`.
+_XID_TOLD = re.compile(
+    r"(?:GPU|NVRM|NVIDIA|DCGM|device|critical|health).{0,120}?\bX(?:id|ID)(?: ?(?:errors?|codes?|events?|errors? found))?\s{0,2}[:=#]?\s{0,2}(?P<xid>\d{1,3})\b(?![.:]\d)"
+    r"|\bX(?:id|ID)(?: ?(?:errors?|codes?|events?))?\s{0,2}[:=#]?\s{0,2}(?P<xid2>\d{1,3})\b(?![.:]\d).{0,160}?(?:GPU|NVRM|NVIDIA|nvlink|device)",
+)
 _PCI = re.compile(
     r"(?:(?P<domain>[0-9A-Fa-f]{4,8}):)?(?P<bus>[0-9A-Fa-f]{2}):(?P<device>[0-9A-Fa-f]{2})(?:\.(?P<function>[0-7]))?"
 )
 _PCI_OLD = re.compile(r"(?P<bus>[0-9A-Fa-f]{4}):(?P<device>[0-9A-Fa-f]{2})")
 
-_RANK: Mapping[str, int] = {"high": 0, "low": 1, "sympathetic": 2}
-
-Literals = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=8)]
-Pattern = Annotated[str, Field(min_length=1, max_length=500)]
-
-
-class Row(BaseModel):
-    """One kind of line. Of `xid`, `all` and `regex` at least one is given, and all that are given must hold."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{1,63}$")
-    #: Xid codes, or "any" for those that no earlier row took.
-    xid: tuple[Annotated[int, Field(ge=0, le=999_999)], ...] | Literal["any"] = ()
-    #: Literals that must all be there, and ones of which none may be.
-    all: Literals = ()
-    none: Literals = ()
-    #: Searched in the line; a group named `device` gives the device.
-    regex: Pattern = ""
-    symptom: Symptom
-    confidence: Confidence
-    fault: tuple[Fault, ...] = Field(min_length=1)
-    first_action: FirstAction
-    source: str = Field(min_length=1, max_length=400)
-    note: str = Field(default="", max_length=1000)
-    #: Lines that this row must be the finding of: checked whenever a catalogue is read.
-    examples: tuple[Annotated[str, Field(max_length=LINE_CHARACTERS_MAX)], ...] = Field(min_length=1, max_length=20)
-
-
-class _Text(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: Literal[1]
-    #: A line that names the device of lines which follow it (one message over several lines); group `device`.
-    context: Pattern = ""
-    rows: tuple[Row, ...] = Field(min_length=1, max_length=5000)
+_RANK = {"high": 0, "low": 0, "sympathetic": 1}
+_CONFIDENCE = {"high": 0, "low": 1, "sympathetic": 2}
+_ACTIONS = {"evict": 0, "diagnose": 1, "rollback": 2, "restart": 3, "record": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a line is. `device` as `0000:03:00.0` where it is a PCI address, '' where the line names none; `xid` -1 for none."""
+    """What a line is. `device` as `0000:03:00.0` where it is a PCI address, '' where the line names none, `named` as the line has
+    it; `xid` -1 for none; `code`: another number that the line tells (an SXid, a signal, an errno)."""
 
     row: Row
     xid: int = -1
     device: str = ""
-
-
-class BadCatalogue(ValueError):
-    """A catalogue that cannot be adopted. The text is a sentence or two for its author."""
+    named: str = ""
+    code: str = ""
 
 
 def digest(text: str) -> str:
@@ -105,87 +76,218 @@ def pci_address(text: str) -> str:
 
 
 class Catalogue:
-    """A validated catalogue, ready to classify. Immutable."""
+    """A validated catalogue, ready to classify. Immutable but for what it works out once, when first asked."""
 
-    def __init__(self, text: str, rows: tuple[Row, ...], context: str = "") -> None:
+    def __init__(self, text: str, tables: Tables) -> None:
         self.text = text
         self.digest = digest(text)
-        self.rows = rows
-        self._context = _compiled("context", context) if context else None
-        self._regex = {row.id: _compiled(row.id, row.regex) for row in rows if row.regex}
+        self.tables = tables
+        self.rows = tuple(tables.rows)
+        self._order = {name: i for i, name in enumerate(tables.classes)}
+        self._context = compiled("context", tables.context) if tables.context else None
+        if self._context and "device" not in self._context.groupindex:
+            raise BadCatalogue("context: the regular expression needs a group named device")
+        self._context_literal = [_literal_of(tables.context)] if tables.context else []
         self._by_xid: dict[int, tuple[Row, ...]] = {}
-        self._any_xid = tuple(row for row in rows if row.xid == "any")
-        for row in rows:
+        self._any_xid = tuple(row for row in self.rows if row.xid == "any")
+        for row in self.rows:
             for xid in row.xid if row.xid != "any" else ():
                 self._by_xid[xid] = (*self._by_xid.get(xid, ()), row)
-        self._plain = tuple(row for row in rows if not row.xid)
-        needles = sorted({max(row.all, key=len) for row in self._plain})
-        if context:
-            needles.append(_literal_of(context))
-        self._prefilter = re.compile("|".join(map(re.escape, ["Xid", *needles])))
+        self._plain = tuple(row for row in self.rows if not row.xid)
+        self._regex: dict[str, re.Pattern[str]] = {}
+        self._low = {row.id: tuple(tuple(map(str.lower, part)) for part in (row.all, row.any, row.none)) for row in self.rows}
+
+    # --- the literals ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _claimed(self) -> Literals:
+        return Literals(self._needles(row for row in self._plain if row.claims))
+
+    @cached_property
+    def _scanned(self) -> Literals:
+        return Literals(self._needles(row for row in self._plain if not row.quiet))
+
+    @cached_property
+    def _all(self) -> Literals:
+        return Literals(self._needles(self._plain))
+
+    def _needles(self, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+        """Each literal that a row cannot be without, and the rows (by number among those without Xid) that it stands for."""
+        place = {row.id: i for i, row in enumerate(self._plain)}
+        needles: dict[str, tuple[int, ...]] = {"xid": (), **dict.fromkeys(self._context_literal, ())}
+        for row in rows:
+            every, one_of, _ = self._low[row.id]
+            for literal in [max(every, key=len)] if every else one_of:
+                needles[literal] = (*needles.get(literal, ()), place[row.id])
+        return needles
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """What `spans` looks for: one of these stands in every line of which anything is known."""
+        return self._scanned.literals
+
+    # --- a node's kernel lines ---------------------------------------------------------------------------------------------
 
     def interesting(self, line: str) -> bool:
-        """Whether any row could match, or a line that follows could need this one. Quick; never false for what `classify` finds."""
-        return self._prefilter.search(line, 0, LINE_CHARACTERS_MAX) is not None
+        """Whether a row that claims could match, or a line that follows could need this one. Quick; never false for what
+        `classify` finds."""
+        return self._claimed.any_in(line[:LINE_CHARACTERS_MAX])
+
+    def filter_alone(self) -> Callable[[str], bool]:
+        """`interesting` without the catalogue behind it: an agent need not hold what only a detector judges by."""
+        literals = self._claimed
+        return lambda line: literals.any_in(line[:LINE_CHARACTERS_MAX])
 
     def device_named(self, line: str) -> str:
         """The device that this line names for the lines after it, '' for none."""
+        return pci_address(self._named(line))
+
+    def _named(self, line: str) -> str:
         match = self._context.search(line, 0, LINE_CHARACTERS_MAX) if self._context else None
-        return pci_address(match["device"] or "") if match else ""
+        return (match["device"] or "") if match else ""
 
     def classify(self, line: str) -> Finding | None:
-        """What the line is; None: nothing this catalogue knows. Of a text of several lines, the surest, then the first."""
+        """What a kernel's line claims about its node; None: nothing. Of a text of several lines, the surest, then the first."""
         line = line[:LINE_CHARACTERS_MAX]
         if not self.interesting(line):
             return None
         if "\n" not in line:
-            return self._one(line)
+            return self._claim(line)
         found: Finding | None = None
-        device = ""
+        named = ""
         for part in line.split("\n", LINES_MAX)[:LINES_MAX]:
-            one = self._one(part)
-            device = device or self.device_named(part)
-            if one and not one.device and device:
-                one = Finding(one.row, one.xid, device)
-            if one and (found is None or _RANK[one.row.confidence] < _RANK[found.row.confidence]):
+            one = self._claim(part)
+            named = named or self._named(part)
+            if one and not one.device and named:
+                one = Finding(one.row, one.xid, pci_address(named), named, one.code)
+            if one and (found is None or _CONFIDENCE[one.row.confidence] < _CONFIDENCE[found.row.confidence]):
                 found = one
         return found
 
-    def _one(self, line: str) -> Finding | None:
-        xid_line = _XID.search(line)
-        if xid_line:
-            xid, device = int(xid_line["xid"]), pci_address(xid_line["device"])
-            for row in (*self._by_xid.get(xid, ()), *self._any_xid):
-                if self._holds(row, line):
-                    return Finding(row, xid, device)
-            return None
-        for row in self._plain:
-            if self._holds(row, line):
-                return Finding(row, -1, self._device(row, line))
+    def _claim(self, line: str) -> Finding | None:
+        for one in self._fitting(line, None):
+            if one.row.log == "kernel":
+                return one if one.row.claims else None
         return None
 
-    def _holds(self, row: Row, line: str) -> bool:
-        if not all(part in line for part in row.all) or any(part in line for part in row.none):
+    # --- whole files -------------------------------------------------------------------------------------------------------
+
+    def spans(self, chunk: bytes) -> Iterator[tuple[int, int, int]]:
+        """Where lines of a chunk begin and end that may be known, and where the first literal in each stands. Quick: what is
+        no such line is never looked at by itself."""
+        return self._scanned.spans(chunk)
+
+    # --- one text, everything asked ----------------------------------------------------------------------------------------
+
+    def judge(self, text: str, risen: Risen | None = None) -> Finding | None:
+        """What a text of one or several lines is, whatever it comes from: the surest finding, by weight, class and action, then
+        the first. None: no row fits. `risen` remembers the numbers of earlier texts of the same log."""
+        text = text[:TEXT_JUDGED_MAX]
+        risen = risen if risen is not None else Risen()
+        best: Finding | None = None
+        best_key: tuple[int, ...] = ()
+        named, since = "", 0
+        parts = text.split("\n", LINES_MAX)[:LINES_MAX]
+        for i, part in enumerate(parts):
+            context = self._named(part)
+            if context:
+                named, since = context, i
+            one = next(self._fitting(part[:LINE_CHARACTERS_MAX], risen), None)
+            if one is None:
+                continue
+            if not one.device and named and i - since <= 3:
+                one = Finding(one.row, one.xid, pci_address(named), named, one.code)
+            key = self._sureness(one.row)
+            if best is None or key < best_key:
+                best, best_key = one, key
+        if len(parts) > 1 and (best is None or best.row.class_ == "benign"):  # a message that was wrapped
+            joined = next(self._fitting(" ".join(part.strip() for part in parts)[:LINE_CHARACTERS_MAX], None), None)
+            if joined is not None and (best is None or self._sureness(joined.row) < best_key):
+                best = joined
+        return best
+
+    def _sureness(self, row: Row) -> tuple[int, ...]:
+        return (
+            row.class_ == "benign",
+            -row.weight,
+            _RANK[row.confidence],
+            self._order.get(row.class_, 99),
+            _ACTIONS[row.first_action],
+        )
+
+    def alarming(self, text: str) -> bool:
+        """Whether a text that no row fits has a word that speaks of trouble."""
+        return self._alarming is not None and self._alarming.search(text) is not None
+
+    @cached_property
+    def _alarming(self) -> re.Pattern[str] | None:
+        return compiled("alarming", self.tables.alarming) if self.tables.alarming else None
+
+    # --- rows --------------------------------------------------------------------------------------------------------------
+
+    def _fitting(self, line: str, risen: Risen | None) -> Iterator[Finding]:
+        """The findings that fit one line, in the order of the rows."""
+        low = line.lower()
+        places, xid_like = self._all.rows_in(low)
+        if xid_like:
+            match = _XID.search(line)
+            told = None if match else _XID_TOLD.search(line)
+            if match:
+                named = match["device"]
+                yield from self._of_xid(int(match["xid"]), named, line, low)
+                return
+            if told:
+                yield from self._of_xid(int(told["xid"] or told["xid2"]), "", line, low)
+        for place in places:
+            row = self._plain[place]
+            if self._holds(row, line, low, risen):
+                yield self._finding(row, line)
+
+    def _of_xid(self, xid: int, named: str, line: str, low: str) -> Iterator[Finding]:
+        for row in (*self._by_xid.get(xid, ()), *self._any_xid):
+            if self._holds(row, line, low, None):
+                yield Finding(row, xid, pci_address(named), named)
+
+    def _holds(self, row: Row, line: str, low: str, risen: Risen | None) -> bool:
+        every, one_of, none = self._low[row.id]
+        for part in every:
+            if part not in low:
+                return False
+        for part in none:
+            if part in low:
+                return False
+        if one_of and not any(part in low for part in one_of):
             return False
-        regex = self._regex.get(row.id)
-        return regex is None or regex.search(line) is not None
+        if row.regex and self._pattern(row).search(line) is None:
+            return False
+        if row.words and not words_fit(row.words, line):
+            return False
+        return row.series is None or (risen is not None and risen.holds(row, line))
 
-    def _device(self, row: Row, line: str) -> str:
-        regex = self._regex.get(row.id)
-        match = regex.search(line) if regex and "device" in regex.groupindex else None
-        return pci_address(match["device"] or "") if match else ""
+    def _pattern(self, row: Row) -> re.Pattern[str]:
+        found = self._regex.get(row.id)
+        if found is None:
+            found = self._regex[row.id] = compiled(row.id, row.regex)
+        return found
 
+    def _finding(self, row: Row, line: str) -> Finding:
+        named = code = ""
+        if row.regex:
+            match = self._pattern(row).search(line)
+            groups = match.groupdict() if match else {}
+            named, code = groups.get("device") or "", groups.get("code") or ""
+        for name in row.device if not named else ():
+            match = self._device_pattern(name).search(line)
+            if match:
+                named = match["device"] or ""
+                break
+        return Finding(row, -1, pci_address(named), named[:64], code[:32])
 
-def _compiled(where: str, pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise BadCatalogue(f"{where}: the regular expression does not compile: {error}") from None
-    if compiled.search(""):
-        raise BadCatalogue(f"{where}: the regular expression matches the empty line, so it would match every line")
-    if where == "context" and "device" not in compiled.groupindex:
-        raise BadCatalogue("context: the regular expression needs a group named device")
-    return compiled
+    def _device_pattern(self, name: str) -> re.Pattern[str]:
+        found = self._regex.get(f"devices {name}")
+        if found is None:
+            found = self._regex[f"devices {name}"] = compiled(f"devices, {name}", self.tables.devices[name])
+        return found
 
 
 def _literal_of(pattern: str) -> str:
@@ -194,60 +296,27 @@ def _literal_of(pattern: str) -> str:
     literal = max(plain, key=len)
     if len(literal) < 3:
         raise BadCatalogue("context: the regular expression must begin with at least three plain letters, for the quick filter")
-    return literal
+    return literal.lower()
 
 
-def parse(text: str) -> Catalogue:
-    """A catalogue from its YAML (or JSON). Raises BadCatalogue."""
-    if len(text) > TEXT_CHARACTERS_MAX:
-        raise BadCatalogue(f"the catalogue has {len(text)} characters; at most {TEXT_CHARACTERS_MAX} can be adopted")
-    try:
-        raw: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" at line {place.line + 1}, column {place.column + 1}" if place else ""
-        raise BadCatalogue(f"the catalogue is not YAML{where}: {getattr(error, 'problem', None) or str(error)[:200]}") from None
-    if not isinstance(raw, dict):
-        raise BadCatalogue(f"the catalogue must be a mapping with version and rows, not {type(raw).__name__}")
-    try:
-        model = _Text.model_validate(raw)
-    except ValidationError as error:
-        said: dict[str, str] = {}
-        for one in error.errors(include_url=False, include_context=False):
-            message = one["msg"] if len(one["msg"]) <= 160 else one["msg"][:160] + "…"
-            said.setdefault(_place(raw, one["loc"]), message)
-        if len(said) > 1 and raw.get("rows"):
-            said.pop("rows", None)  # only says that the rows above failed
-        lines = [f"{place}: {message}" for place, message in said.items()]
-        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-        raise BadCatalogue("the catalogue is not valid: " + "; ".join(lines[:5]) + more) from None
-    _check(model.rows)
-    catalogue = Catalogue(text, model.rows, model.context)
-    for row in model.rows:
-        for example in row.examples:
-            found = catalogue.classify(example)
-            if found is None or found.row.id != row.id:
-                what = f"is taken by row {found.row.id}" if found else "matches no row"
-                raise BadCatalogue(f"row {row.id}: its example {example[:120]!r} {what}; mend the pattern or the order of rows")
+def parse(text: str, *, examples: bool = True) -> Catalogue:
+    """A catalogue from its YAML (or JSON). Raises BadCatalogue. `examples`: whether each row's examples are tried; a text that was
+    adopted, or came along and was tried before, need not be tried by each process again."""
+    catalogue = Catalogue(text, read(text))
+    if examples:
+        _try(catalogue)
     return catalogue
 
 
-def _check(rows: tuple[Row, ...]) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.id in seen:
-            raise BadCatalogue(f"two rows have the id {row.id}; give each its own")
-        seen.add(row.id)
-        if not row.xid and not row.all:
-            raise BadCatalogue(f"row {row.id} needs xid, or literals in all (the quick filter looks for the longest of them)")
-
-
-def _place(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
-    """`row xid-79, symptom` rather than `rows.3.symptom.literal[…]`."""
-    location = tuple(part for part in location if "[" not in str(part))
-    if len(location) >= 2 and location[0] == "rows" and isinstance(location[1], int):
-        row = raw["rows"][location[1]]
-        name = row.get("id") if isinstance(row, dict) else None
-        rest = ".".join(map(str, location[2:]))
-        return f"row {name or location[1] + 1}" + (f", {rest}" if rest else "")
-    return ".".join(map(str, location)) or "catalogue"
+def _try(catalogue: Catalogue) -> None:
+    for name, pattern in catalogue.tables.devices.items():
+        if "device" not in compiled(f"devices, {name}", pattern).groupindex:
+            raise BadCatalogue(f"devices, {name}: the regular expression needs a group named device")
+    for row in catalogue.rows:
+        if row.regex:
+            compiled(row.id, row.regex)
+        for example in row.examples:
+            found = catalogue.judge(example)
+            if found is None or found.row.id != row.id:
+                what = f"is taken by row {found.row.id}" if found else "matches no row"
+                raise BadCatalogue(f"row {row.id}: its example {example[:120]!r} {what}; mend the pattern or the order of rows")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from events import subjects
@@ -14,12 +13,13 @@ from events.ports import HELD_HEADER, Record
 from events.presence import Heartbeat, RankProcess, SettingsAdopted, Tick
 from events.registry import canonical, make
 from events.training import RankExit, RankStarted, StepSample, TrainingProgress
+from infra.catalogue_files import catalogue_text
 from processors.catalogue import Catalogue, parse
 from processors.detector import Detector, Outgoing, PartitionFold, read
 from processors.policy import Detectors
 
 T0 = 1_790_000_000 * NS
-CATALOGUE_TEXT = (Path(__file__).parent.parent / "schemas" / "catalogue.yaml").read_text()
+CATALOGUE_TEXT = catalogue_text()
 XID_79 = "NVRM: Xid (PCI:0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 XID_45 = "NVRM: Xid (PCI:0000:03:00): 45, pid=77, name=python, channel 0x00000015"
 XID_13 = (
@@ -28,7 +28,7 @@ XID_13 = (
 
 
 def catalogue() -> Catalogue:
-    return parse(CATALOGUE_TEXT)
+    return parse(CATALOGUE_TEXT, examples=False)
 
 
 def ns(at_s: float) -> int:

@@ -120,7 +120,7 @@ def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
     for record in ledger:
         if record.subject.endswith(".catalogue_adopted"):
             text = parse(record.data).data.text
-    return node_detector(parse_catalogue(text))
+    return node_detector(parse_catalogue(text, examples=False))
 
 
 def _plain(value: Any) -> Any:

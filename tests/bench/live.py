@@ -27,13 +27,14 @@ from events.job import JobDeclared, Place
 from events.ports import DEADLETTER, LEDGER, Record
 from events.registry import canonical, make, parse
 from infra.bus import BusClient
+from infra.catalogue_files import catalogue_text
 from infra.clock import new_event_id, wall_ns
 from infra.embedded import EmbeddedServer
 from infra.faust_transport import topics
 from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
 from infra.partition_state import split_key
-from infra.pipeline import adopt, catalogue_text, say
+from infra.pipeline import adopt, say
 from infra.publisher import Publisher
 from infra.streams import api, ensure_streams
 from infra.supervise import Supervisor, last_line, module
@@ -226,7 +227,7 @@ class Source:
 
 async def folded(plane: Plane) -> dict[str, NodeState]:
     """What the node detector has stored so far, by node."""
-    detector = node_detector(catalogue.parse(catalogue_text()))
+    detector = node_detector(catalogue.parse(catalogue_text(), examples=False))
     states: dict[str, NodeState] = {}
     async for record in JetStreamLog(plane.admin, "KS_CHANGELOG_NODE").read(subjects=("ks.changelog.node.*.*",)):
         if ".fence." in record.subject:
