@@ -19,7 +19,7 @@ from typing import Any
 
 from events.clock import NS
 from events.envelope import TEXT_MAX
-from events.gpu import GpuWatch, GpuXid, WatchState
+from events.gpu import GpuSample, GpuWatch, GpuXid, WatchState
 from events.presence import AgentState, RankProcess
 from producers import nvml_reader
 from producers.nvml_child import Child, Standing
@@ -112,6 +112,13 @@ class NvmlProducer:
         self._before: dict[str, Any] = {}
         self._before_ns = 0
         self._skipped = 0
+        #: The latest, for whoever compares how nodes are set up.
+        self.last: GpuSample | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that ask for it."""
+        return tuple(child.pid for child in (self._child, *self.stuck) if child is not None)
 
     async def run(self) -> None:
         settings = self.settings
@@ -267,7 +274,7 @@ class NvmlProducer:
             up_s=now_ns / NS,
             on_bus=self._on_bus(),
         )
-        self._before, self._before_ns = answer, now_ns
+        self._before, self._before_ns, self.last = answer, now_ns, fact
         self._expected |= {one.uuid for one in fact.gpus if one.uuid}
         self._skipped += 1
         if changed or self.desk.outbox.waiting < _WAITING_MIN or self._skipped >= _KEPT_ONE_IN:

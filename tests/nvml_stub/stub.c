@@ -281,7 +281,7 @@ int nvmlEventSetFree(void *set) { (void)set; return OK; }
 int nvmlDeviceRegisterEvents(device d, u64 types, void *set) { (void)types; (void)set; return touch(d); }
 int nvmlEventSetWait_v2(void *set, struct event *out, unsigned wait_ms) {
     (void)set;
-    for (unsigned waited_ms = 0; waited_ms <= wait_ms; waited_ms += 10, nap(0.01)) {
+    for (unsigned waited_ms = 0; waited_ms <= wait_ms; waited_ms += 20, nap(0.02)) {
         char text[128];
         u64 event;
         unsigned gpu, xid;
