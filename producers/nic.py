@@ -40,12 +40,13 @@ from producers.nic_netlink import LinkSocket
 from producers.nic_sysfs import SysfsLinks
 from producers.observe import Desk
 from producers.reader_thread import Hung, ReaderThread
-from producers.supervise import Pulse
+from producers.supervise import Pulse, sentence
 
 T = TypeVar("T")
 PRODUCER = "nic"
 #: A link that is up and still for so long is settled: what its device counts from here on is news.
 SETTLED_NS = 10 * NS
+GAP_NS_MIN = 5 * NS
 #: After news of a link that is not known: everything is looked at, so often at most.
 SURVEY_S_MIN = 1.0
 
@@ -91,6 +92,7 @@ class NicProducer:
         self._ignored: dict[str, str] = {}
         self._by_index: dict[int, str] = {}
         self._interfaces: dict[str, str] = {}  # of RDMA ports: interface -> port
+        self._gap_ns: dict[str, int] = {}
         self._poke = asyncio.Event()
         self._survey_wanted = False
         self._unseen: set[str] = set()
@@ -308,6 +310,7 @@ class NicProducer:
             return
         now_ns = self.desk.clock.boot_ns()
         samples: list[LinkSample] = []
+        filled: list[str] = []
         period_s = 0.0
         for device, (counters, rate_mbps) in found.items():
             watched = self.links.get(device)
@@ -327,11 +330,11 @@ class NicProducer:
                     received_bytes_per_s=rises.received_bytes_per_s, counted=rises.counted, began_again=rises.began_again,
                 )
             )  # fmt: skip
-            if rises.filled:
-                text = f"{device}: {', '.join(rises.filled)} reached the most that it can hold; what it counts can't be seen any more"
-                self._gap("overrun", text)
+            filled += [f"{device} {name}" for name in rises.filled]
             if counters:
                 watched.counters, watched.counted_ns = counters, now_ns
+        if filled:
+            self._gap("overrun", f"counters reached the most they can hold; more can't be seen: {', '.join(filled)}")
         self.desk.about_node(PRODUCER, NicSample(period_s=round(period_s, 3), since_boot_s=now_ns // NS, links=tuple(samples)))
 
     # Reading, saying, keeping
@@ -348,6 +351,9 @@ class NicProducer:
                     f"reading the links' state hangs for over {self.settings.deadline_s:g} s: a driver does not answer",
                 )
             return None
+        except OSError as error:
+            self._gap("unreadable", f"the links' state can't be read: {sentence(error)}")
+            return None
         if self._stalled:
             self._stalled = False
             self._say("resumed", "the links' state can be read again")
@@ -357,6 +363,11 @@ class NicProducer:
         self.desk.about_node(PRODUCER, AgentState(producer=PRODUCER, state=state, detail=detail[:TEXT_MAX]))
 
     def _gap(self, reason: Literal["overrun", "unreadable"], detail: str) -> None:
+        """Once in a while for each reason: a second one within moments says nothing new."""
+        now_ns = self.desk.clock.boot_ns()
+        if now_ns - self._gap_ns.get(reason, -GAP_NS_MIN) < GAP_NS_MIN:
+            return
+        self._gap_ns[reason] = now_ns
         self.desk.about_node(PRODUCER, EvidenceGap(producer=PRODUCER, reason=reason, detail=detail[:TEXT_MAX]))
 
     def _load(self) -> None:

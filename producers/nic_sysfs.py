@@ -1,8 +1,10 @@
 """Reads /sys/class/net and /sys/class/infiniband. I/O only, and tolerant: what is absent, unreadable or no number is simply not known.
+But what can't be read for a reason of our own (no descriptor left, no permission) raises: a link is not gone because we can't look.
 Any read may hang with its driver, so all of this runs in a thread with a deadline (reader_thread.py). `root` stands for /sys."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,13 +26,16 @@ from producers.nic_links import (
 )
 
 _TEXT_BYTES = 256
+_OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.ELOOP})
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO})
 #: More entries than this in a folder are not looked at; a node with so many interfaces has them for its containers.
 _ENTRIES_MAX = 4096
 _PORTS_MAX = 16
 
 
 class SysfsLinks:
-    """`survey` looks at everything, `looks` at the states of some RDMA ports and interfaces, `counters` at one link's."""
+    """`survey` looks at everything, `looks` at the states of some RDMA ports and interfaces, `counters` at one link's. All raise
+    OSError for reasons of our own."""
 
     def __init__(self, root: Path = Path("/sys")) -> None:
         self.net = root / "class" / "net"
@@ -131,21 +136,25 @@ class SysfsLinks:
 def _entries(folder: Path) -> list[str]:
     try:
         names = sorted(os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if error.errno in _OUR_OWN:
+            raise
         return []
     return [name for name in names[:_ENTRIES_MAX] if len(name) <= 64 and name.isprintable()][: 16 * LINKS_MAX]
 
 
 def _text(path: Path) -> str | None:
-    """A file's first line, printable and short; None where it can't be read."""
+    """A file's first line, printable and short; '' where its driver gives none, None where it is absent."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in _OUR_OWN:
+            raise
+        return None if error.errno in _ABSENT else ""
     try:
         raw = os.read(descriptor, _TEXT_BYTES)
-    except OSError:
-        return None
+    except OSError as error:
+        return None if error.errno in _ABSENT else ""
     finally:
         os.close(descriptor)
     text = raw.split(b"\n", 1)[0].decode("utf-8", "replace").strip()
@@ -153,8 +162,11 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> int:
-    """Not negative; -1 where it is none."""
-    text = _text(path)
+    """Not negative; -1 where it is none, or none that this user may read."""
+    try:
+        text = _text(path)
+    except OSError:
+        return -1
     return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 20 else -1
 
 

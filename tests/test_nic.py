@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import struct
@@ -496,6 +497,25 @@ async def test_a_driver_that_hangs_is_told_and_so_is_its_end(tmp_path: Path) -> 
         await _until(lambda: [s.state for s in told.of(AgentState)][1:] == ["resumed"])
         tree.down("mlx5_1")
         await _until(lambda: ("mlx5_1/1", "down", 1) in told.changes())
+
+
+async def test_a_link_is_not_gone_because_we_cannot_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree(tmp_path / "sys")
+    opened = os.open
+
+    def no_descriptor_left(path: Any, *more: Any, **others: Any) -> int:
+        if "infiniband" in str(path):
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return opened(path, *more, **others)
+
+    async with running(tree.root, tmp_path) as told:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_descriptor_left)
+            await _until(lambda: told.of(EvidenceGap))
+            await asyncio.sleep(0.3)
+        assert told.changes() == [] and len(told.of(EvidenceGap)) == 1
+        tree.down("mlx5_0")
+        await _until(lambda: told.changes() == [("mlx5_0/1", "down", 1)])
 
 
 async def test_a_full_counter_is_missing_evidence(tmp_path: Path) -> None:
