@@ -186,29 +186,32 @@ class DetectorHost:
     # -- state ------------------------------------------------------------------------------------------------------------
 
     async def keep_storing(self) -> None:
-        """Writes what changed, each `state_interval_s`, until cancelled."""
+        """Writes what changed, each partition once each `state_interval_s`, until cancelled. One after the other, so that claims never
+        wait for the states of all nodes at once."""
         while not self._closed:
-            await asyncio.sleep(self.state_interval_s)
-            try:
-                await self.store()
-            except LogError as error:
-                self._closed = True
-                self.app.transport.fail(error)
-                return
+            partitions = sorted(self._parts) or [-1]
+            for partition in partitions:
+                await asyncio.sleep(self.state_interval_s / len(partitions))
+                try:
+                    await self.store((partition,))
+                except LogError as error:
+                    self._closed = True
+                    self.app.transport.fail(error)
+                    return
 
-    async def store(self, except_for: Iterable[int] = ()) -> None:
-        """State, then offsets, of every partition but those. Raises LogUnavailable, LogError; a partition that another worker
+    async def store(self, only: Iterable[int] | None = None) -> None:
+        """State, then offsets, of every partition, or of those. Raises LogUnavailable, LogError; a partition that another worker
         took is given up."""
         async with self._storing:
             if self._closed:
                 return
-            left_out = set(except_for)
+            asked = set(self._parts if only is None else only)
             async with self._folding:
                 await self._append_claims()
                 wanted = [
                     (partition, part.state.snapshot(), part.unstored)
                     for partition, part in self._parts.items()
-                    if partition not in left_out and part.state.is_dirty
+                    if partition in asked and part.state.is_dirty
                 ]
                 for partition, _, _ in wanted:
                     self._parts[partition].unstored = []
@@ -242,7 +245,7 @@ class DetectorHost:
         for partition in lost:
             self._parts.pop(partition, None)
         try:
-            await self.store(except_for=lost)
+            await self.store()
         except LogUnavailable as error:
             log.warning("state could not be stored before partitions change hands; it is read again: %s", error)
         self._over = self.app.consumer_generation_id
