@@ -21,7 +21,6 @@ from events.clock import NS
 from events.envelope import TEXT_MAX
 from events.gpu import GpuSample, GpuWatch, GpuXid, WatchState
 from events.presence import AgentState, RankProcess
-from producers import nvml_reader
 from producers.nvml_child import Child, Standing
 from producers.nvml_values import error_text, hello, lost_indices, mapping, rows, sample, text, whole
 from producers.observe import Desk
@@ -40,7 +39,7 @@ _LATE_S = 1.0
 
 def reader_command() -> tuple[str, ...]:
     """By path, isolated: nothing of a user's folders or environment is imported into it."""
-    return (sys.executable, "-I", str(Path(nvml_reader.__file__).resolve()))
+    return (sys.executable, "-I", str(Path(__file__).with_name("nvml_reader.py")))
 
 
 @dataclass(frozen=True, slots=True)
