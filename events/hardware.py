@@ -21,6 +21,8 @@ class KernelRecord(Fact):
     hearsay: bool = False
     #: From before this boot's agent saw the attempt begin, or before the boot: history, not news.
     history: bool = False
+    #: It names a process of keepstep's own: the noise of a probe, unless the machine is at fault for certain.
+    own: bool = False
 
 
 class KernelLog(Fact):

@@ -121,7 +121,7 @@ class NodeHealth:
         if kind is Tick:
             return _tick(state, clock)
         numbers = advanced(state.numbers, event.source, event.number, seen.time_ns)
-        if kind is AgentState and data.state == "started":
+        if kind is AgentState and data.state == "started" and data.producer == "agent":
             numbers = restarted(state.numbers, event.source, event.number)
         elif numbers is None:  # told twice: a sign of life, and nothing else
             numbers, kind = state.numbers, None
@@ -170,7 +170,7 @@ class NodeHealth:
             elif lines:
                 rare = replace(rare, device=device if lines > 1 else "", device_lines=lines - 1)
             finding = self.catalogue.classify(record.text)
-            if finding:
+            if finding and not (record.own and finding.row.confidence != "high"):  # a probe's own noise
                 if not finding.device and lines:
                     finding = Finding(finding.row, finding.xid, device)
                 rare = _found(seen, record.text, finding, rare, clock, job, attempt, claims)

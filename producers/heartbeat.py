@@ -14,6 +14,7 @@ from events.envelope import TEXT_MAX
 from events.hardware import EvidenceGap
 from events.presence import AgentState, Heartbeat, RankProcess
 from producers.observe import Desk
+from producers.supervise import Pulse
 
 PRODUCER = "heartbeat"
 #: Beats this late are told of: the process or its machine stood still.
@@ -39,6 +40,7 @@ class HeartbeatProducer:
     ) -> None:
         self.desk = desk
         self.interval_s = interval_s
+        self.pulse = Pulse(interval_s)
         self._current = current
         self._processes = processes
         self._parked = parked
@@ -54,6 +56,7 @@ class HeartbeatProducer:
                 self._stood_still(late_ns)
             self._check_clock()
             self._beat()
+            self.pulse.beat()
             due_ns += interval_ns * max(1, late_ns // interval_ns + 1)
             await asyncio.sleep(max(0.0, (due_ns - self.desk.clock.boot_ns()) / NS))
 

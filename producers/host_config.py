@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 
+from events.gpu import GpuSample
 from events.host import Configuration
 from producers.host_probes import HostFiles
 
@@ -107,6 +108,33 @@ def of_nics(files: HostFiles) -> dict[str, str]:
         if counts:
             out[name] = shown(", ".join(f"{count} x {value}" for value, count in counts.items()))
     return out
+
+
+def of_gpus(sample: GpuSample | None) -> dict[str, str]:
+    """How the GPUs are set up: what all have, or how many have which."""
+    if sample is None or not (sample.gpus or sample.driver):
+        return {}
+    out = {"gpu.driver": sample.driver, "gpu.count": str(len(sample.gpus))}
+    for name in (
+        "model",
+        "vbios",
+        "ecc",
+        "persistence",
+        "mig",
+        "power_cap_w",
+        "application_sm_clock_mhz",
+        "application_memory_clock_mhz",
+    ):
+        values = [getattr(gpu, name) for gpu in sample.gpus]
+        texts = [
+            f"{value:g}" if isinstance(value, float) else str(value).lower() for value in values if value not in (None, "")
+        ]
+        counts = {text: texts.count(text) for text in sorted(set(texts))}
+        if len(counts) == 1 and len(texts) == len(values):
+            out[f"gpu.{name}"] = texts[0]
+        elif counts:
+            out[f"gpu.{name}"] = ", ".join(f"{count} x {text}" for text, count in counts.items())
+    return {name: shown(value) for name, value in out.items() if value}
 
 
 def configuration(parts: Iterable[Mapping[str, str]], groups: Iterable[str]) -> Configuration:

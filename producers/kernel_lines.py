@@ -150,3 +150,11 @@ def parse_line(raw: bytes) -> Line | None:
 
 #: A raw record's dictionary line, as `cat /dev/kmsg` leaves it in a file.
 _DICTIONARY = re.compile(rb" [A-Z][A-Z0-9_]{0,63}=")
+
+
+_PROCESS = re.compile(r"\bpid[ =:]{1,3}'?(\d{1,10})\b|\b[Pp]rocess (\d{1,10}) \(|\[(\d{1,10})\]: segfault")
+
+
+def names_one_of(text: str, pids: frozenset[int]) -> bool:
+    """Whether a line names one of these processes (`pid=77`, `pid: 77`, `process 77 (python)`): what they are told of, they caused."""
+    return any(int(next(filter(None, match.groups()))) in pids for match in _PROCESS.finditer(text, 0, 4096)) if pids else False

@@ -23,9 +23,10 @@ from typing import Any
 from events.envelope import TEXT_MAX
 from events.hardware import EvidenceGap, KernelRecord
 from events.presence import AgentState
-from producers.kernel_lines import Line, parse_kmsg, parse_line, printable
+from producers.kernel_lines import Line, names_one_of, parse_kmsg, parse_line, printable
 from producers.log_file import Cursor, FileFollower, Hole
 from producers.observe import Desk
+from producers.supervise import Pulse
 from producers.thinning import Batch, Thinning
 
 KMSG = "kmsg"
@@ -33,6 +34,8 @@ PRODUCER = "kernel_log"
 #: From the first line of a batch to its sending.
 BATCH_S = 0.02
 POLL_S = 0.05
+#: Between two rounds over a file on a busy machine.
+_FILE_ROUND_S = 1.0
 _SAVE_S = 0.1
 _RECORD_BYTES_MAX = 16 * 1024
 _RECORDS_A_TURN = 512
@@ -58,6 +61,8 @@ class KernelLogSettings:
     trust_user_facility: bool = False
     lines_per_s: int = 2000
     interesting: Callable[[str], bool] = default_interesting
+    #: Processes of keepstep's own here: what they cause is marked.
+    own_pids: Callable[[], frozenset[int]] = frozenset
 
 
 class KernelLogProducer:
@@ -69,6 +74,8 @@ class KernelLogProducer:
         self.source = source
         self.desk = desk
         self.settings = settings
+        #: Of a file, which is looked at again and again. The kernel's ring is waited for, and that is no stall.
+        self.pulse = Pulse(_FILE_ROUND_S) if source != KMSG else None
         self._device = device
         digest = sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._state_path = state_dir / f"kernel-{digest}.json"
@@ -191,6 +198,8 @@ class KernelLogProducer:
         try:
             while True:
                 self._read_file(follower)
+                if self.pulse is not None:
+                    self.pulse.beat()
                 if not follower.more:
                     self._caught_up()
                 if not follower.present and not absent:
@@ -232,6 +241,7 @@ class KernelLogProducer:
             since_boot_us=line.since_boot_us,
             hearsay=line.facility != 0 and not self.settings.trust_user_facility,
             history=history,
+            own=interesting and names_one_of(line.text, self.settings.own_pids()),
         )
         age_ns = self._age_ns(line, now_ns) if self._catching_up else 0
         if not self._batch.fits(record, age_ns):

@@ -36,6 +36,8 @@ TOLD_APART_S = 1.0
 SKIPPED_TOLD_S = 10.0
 GAP_TOLD_S = 60.0
 SAVE_S = 2.0
+#: More than a node keeps folders of ended ranks.
+DONE_MAX = 1024
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 
@@ -131,14 +133,14 @@ class RankLogs:
         self._done: dict[str, None] = {}
         self._bucket: _Bucket | None = None
         self._places: dict[str, Any] = {}
-        self._first = True
+        self._began_ns = desk.clock.wall_ns()
         self._saved_s = 0.0
         self._saved: dict[str, Any] = {}
         self._gap_s = -1e9
+        self._load()
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._load()
         try:
             while True:
                 self.pump()
@@ -159,22 +161,20 @@ class RankLogs:
         outputs = {output.slot: output for output in self._outputs()}
         for slot in [slot for slot in self._ranks if slot not in outputs]:
             self._let_go(slot)
-        self._done = {slot: None for slot in self._done if slot in outputs}
         for slot, output in outputs.items():
             if slot in self._done:
                 continue
             rank = self._ranks.get(slot)
             if rank is None:
-                if output.ended and self._first and slot not in self._places:
-                    self._done[slot] = None  # it ended before anyone followed it
+                if output.ended and slot not in self._places and _modified_ns(output.folder) < self._began_ns:
+                    self._finish(slot)  # it ended before anyone followed it
                     continue
                 rank = self._ranks[slot] = self._begin(output, now_s)
             rank.output = output
             self._follow(rank, self._bucket, now_s)
             if output.ended:
                 self._let_go(slot)
-                self._done[slot] = None
-        self._first = False
+                self._finish(slot)
         if now_s - self._saved_s >= SAVE_S:
             self._saved_s = now_s
             self._save()
@@ -187,6 +187,11 @@ class RankLogs:
             for stream, place in zip(STREAMS, at, strict=True)
         }
         return _Rank(output, files, _Bucket(self.settings.rank_bytes_per_s, now_s))
+
+    def _finish(self, slot: str) -> None:
+        self._done[slot] = None
+        if len(self._done) > DONE_MAX:
+            del self._done[next(iter(self._done))]
 
     def _let_go(self, slot: str) -> None:
         for file in self._ranks.pop(slot).files.values():
@@ -322,6 +327,13 @@ class RankLogs:
             temporary.replace(self._state_path)
         except OSError:
             pass  # told again after a restart, rather than never
+
+
+def _modified_ns(folder: Path) -> int:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _cut(text: str, bytes_max: int) -> str:

@@ -230,7 +230,6 @@ class Followed:
         self.folder = tmp_path / "slot"
         self.folder.mkdir(exist_ok=True)
         self.logs = RankLogs(desk_of(self.heard), tmp_path, lambda: self.outputs, RankLogSettings(show=redacted, **settings))
-        self.logs._load()
 
     def prints(self, text: str, stream: str = "stderr") -> None:
         with open(self.folder / f"{stream}.log", "a") as out:
