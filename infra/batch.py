@@ -21,6 +21,8 @@ from events.ports import LogError, LogUnavailable, StaleWriter
 MESSAGES_MAX, BYTES_MAX = 500, 4 << 20
 _STALE = (10071, 10164)
 _TRANSIENT = (408, 429, 503)
+#: With replicas: an earlier try of one of these messages is not through yet.
+_IN_PROCESS = 10158
 
 
 class Message(NamedTuple):
@@ -73,6 +75,6 @@ async def store(nc: Client, stream: str, messages: Sequence[Message], timeout_s:
     text = f"{stream}, {last} messages: {problem.get('description')} ({problem.get('err_code')})"
     if problem.get("err_code") in _STALE:
         raise StaleWriter(f"{text}; someone else wrote meanwhile")
-    if problem.get("code") in _TRANSIENT:
+    if problem.get("code") in _TRANSIENT or problem.get("err_code") == _IN_PROCESS:
         raise LogUnavailable(text)
     raise NotAtomic(text)

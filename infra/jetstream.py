@@ -48,6 +48,8 @@ _RETRY_S, _RETRY_S_MAX = 0.1, 1.0
 #: Unknown stream; expectation did not hold (single server; clustered, another write in flight).
 _NO_STREAM = 10059
 _STALE = (10071, 10164)
+#: With replicas: an earlier try of the same message is not through yet.
+_IN_PROCESS = 10158
 _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*\Z")
 
 
@@ -152,7 +154,7 @@ class JetStreamLog:
         raise _refusal(self._stream, error)
 
     async def read(self, *, after: int = 0, subjects: Sequence[str] = (), follow: bool = False) -> AsyncIterator[Record]:
-        end = None if follow else await self.last_sequence()
+        end = None if follow else await self._end(subjects)
         if end is not None and end <= after:
             return
         last: Record | None = None
@@ -175,6 +177,10 @@ class JetStreamLog:
                 await asyncio.sleep(pause_s)
                 failed_s += pause_s + (self._timeout_s if isinstance(error, LogUnavailable) and self._nc.is_connected else 0)
                 pause_s = min(pause_s * 2, _RETRY_S_MAX)
+
+    async def _end(self, subjects: Sequence[str]) -> int:
+        """The last sequence of these subjects, as the stream's leader has it."""
+        return max([await self.last_sequence(one) for one in subjects or (">",)])
 
     async def _info(self) -> dict[str, Any]:
         answer = await api(self._nc, f"STREAM.INFO.{self._stream}", None, self._timeout_s)
@@ -216,7 +222,7 @@ class _Consumer:
         name = ""
         try:
             name, pending = await self._create()
-            if self._end is not None and not pending:
+            if self._end is not None and not pending and await self._is_all():
                 return
             next_ = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{name}"
             expected = 1
@@ -238,7 +244,7 @@ class _Consumer:
                     yield Record(self._stream, sequence, time_ns, subject, data, decode_headers(headers))
                 elif self._last is not None and (sequence, time_ns) != (self._last.sequence, self._last.time_ns):
                     raise LogWentBack(f"{self._stream} has another message at {sequence} than what was read there before")
-                if self._end is not None and (not pending or sequence == self._end):
+                if self._end is not None and (sequence == self._end or (not pending and await self._is_all(sequence))):
                     return
         finally:
             if isinstance(nc, BusClient):
@@ -270,6 +276,16 @@ class _Consumer:
         if self._position and answer.get("num_pending", 0) == 0:
             await self._check_end()
         return str(answer["name"]), int(answer.get("num_pending", 0))
+
+    async def _is_all(self, sequence: int = 0) -> bool:
+        """Whether nothing up to the end comes after `sequence`, though the consumer has no more: its server, one of several, may lag
+        behind the leader; or what was the end has been removed since."""
+        for subject in self._subjects or (">",):
+            body = {"last_by_subj": subject}
+            answer = await api(self._nc, f"STREAM.MSG.GET.{self._stream}", body, self._timeout_s)
+            if int((answer.get("message") or {}).get("seq", 0)) > max(sequence, self._position):
+                return False
+        return True
 
     async def _check_end(self) -> None:
         answer = await api(self._nc, f"STREAM.INFO.{self._stream}", None, self._timeout_s)
@@ -373,7 +389,7 @@ def _refusal(stream: str, error: Mapping[str, Any], subject: str = "") -> LogErr
         return StaleWriter(f"{where}: {text}; someone else wrote meanwhile")
     if code == _NO_STREAM:
         return LogError(f"the bus has no stream {stream}; make the streams with `keepstep up`")
-    if int(error.get("code", 0)) in (503, 408):
+    if int(error.get("code", 0)) in (503, 408) or code == _IN_PROCESS:
         return LogUnavailable(f"{where}: {text} ({code})")
     return LogError(f"{where}: {text} ({code})")
 

@@ -161,6 +161,8 @@ def changelog(which: str, bytes_max: int = Limits().changelog_bytes, replicas: i
     }
     if replicas == 1:
         config["persist_mode"] = "async"
+    else:  # which takes one write at a time behind a fence, or a batch of them
+        config["allow_atomic"] = True
     return config
 
 

@@ -1,11 +1,12 @@
 """A tiny detector, telemetry for it, and what its claims must be: the tests' yardstick for the Faust transport and its host.
 
-Also a program, `python -m tests.faust_workers STORE NAME`, so that a worker can be killed or stopped as a process of its own.
+Also a program, `python -m tests.faust_workers URL KEY NAME`, so that a worker can be killed or stopped as a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nats.errors import Error as NatsError
+
 from events import subjects
 from events.incident import EvidenceMissing
-from events.ports import LEDGER, TELEMETRY_NODE, Record
+from events.ports import LEDGER, TELEMETRY_NODE, LogUnavailable, Record
 from events.presence import Heartbeat, Tick
 from events.registry import canonical, make, parse
-from infra.bus import connect_to_store
 from infra.detector_worker import Worker, WorkerSettings, _serve
+from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
 from infra.publisher import Publisher
 from processors.detector import Claim, Detector, PartitionClock, PartitionFold, Seen
@@ -64,15 +67,35 @@ class Counter:
 
 
 async def beat(bus: Bus, nodes: Sequence[str], count: int, first: int = 0) -> None:
-    """`count` heartbeats of each node."""
+    """`count` heartbeats of each node. Where the bus has trouble, it has it in the middle, and what was not acknowledged is sent
+    again, as agents do."""
     publisher = Publisher(bus.admin)
     for number in range(first, first + count):
+        if number == first + count // 2:
+            await bus.trouble()
         for node in nodes:
             event = make(
                 Heartbeat(), id=f"{node}-{number}", source=f"node/{node}/heartbeat", subject=node, time=1, number=number
             )
-            await publisher.publish(subjects.telemetry_node(node, "heartbeat"), canonical(event))
-    assert await publisher.close() == []
+            await _publish(bus, publisher, subjects.telemetry_node(node, "heartbeat"), canonical(event))
+    failed = await publisher.drain()
+    deadline = time.monotonic() + 60
+    while failed and bus.is_troubled and time.monotonic() < deadline:
+        for one in failed:
+            await _publish(bus, publisher, one.subject, one.data)
+        failed = await publisher.drain()
+    assert failed == [] == await publisher.close()
+
+
+async def _publish(bus: Bus, publisher: Publisher, subject: str, data: bytes) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return await publisher.publish(subject, data)
+        except LogUnavailable:
+            if not bus.is_troubled or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
 
 
 async def records(bus: Bus, stream: str, *wanted: str) -> list[Record]:
@@ -117,9 +140,10 @@ async def until(
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        answer = what()
-        if (await answer) if not isinstance(answer, bool) else answer:
-            return
+        with contextlib.suppress(LogUnavailable, NatsError):  # no leader just now
+            answer = what()
+            if (await answer) if not isinstance(answer, bool) else answer:
+                return
         assert time.monotonic() < deadline, f"did not come true within {timeout_s:g} s"
         await asyncio.sleep(every_s)
 
@@ -135,6 +159,14 @@ async def all_claimed(bus: Bus, but: int = 0) -> bool:
     if await count(bus, LEDGER, f"ledger.*.detector.{EvidenceMissing.kind()}") < wanted:
         return False
     return sum(map(len, by_key(await claimed(bus)).values())) >= wanted
+
+
+async def each_once(bus: Bus, beats: int) -> None:
+    """LEDGER holds the claims that follow from the telemetry, in order, each once."""
+    claims = await claimed(bus)
+    assert by_key(claims) == await expected(bus)
+    stored = await count(bus, TELEMETRY_NODE, "tn.*.*.*")
+    assert len(claims) == stored and (stored >= beats if bus.is_troubled else stored == beats), (len(claims), stored, beats)
 
 
 def worker(bus: Bus, name: str, detector: Detector[Any] | None = None, **more: Any) -> Worker:
@@ -170,7 +202,7 @@ class Process:
         self.log = folder / f"{name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faust_workers", str(bus.server.store), name],
+                [sys.executable, "-m", "tests.faust_workers", bus.server.url, bus.key, name],
                 cwd=Path(__file__).resolve().parent.parent,
                 stdout=log,
                 stderr=log,
@@ -194,8 +226,9 @@ async def holders(bus: Bus, group: str = "detector-node") -> dict[int, str]:
 
 
 def main() -> int:
-    store, name = sys.argv[1:]
-    settings = WorkerSettings("node", name, connect=lambda: connect_to_store(Path(store), "detector"), state_interval_s=0.1)
+    url, key, name = sys.argv[1:]
+    where = Address(Home(Path()), url, key)
+    settings = WorkerSettings("node", name, connect=lambda: where.connect("detector", wait_s=30), state_interval_s=0.1)
     return asyncio.run(_serve(settings, Counter()))
 
 

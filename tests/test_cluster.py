@@ -3,82 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
+import signal
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
+from faust.types import TP
 
 from events.ports import LEDGER, TELEMETRY_NODE, Ack, Expect, LogUnavailable, StaleWriter
 from events.subjects import NODE, ledger, telemetry_node, tick
 from infra import clock
-from infra.bus import BusClient, connect
-from infra.embedded import find_binary
+from infra.faust_transport import topics
+from infra.faust_transport.appends import Append, Appender
+from infra.faust_transport.fences import Fences
 from infra.jetstream import JetStreamLog, JetStreamTimers, Publisher
-from infra.keys import ensure_key
 from infra.lease import Lease
-from infra.permissions import role, users_block
-from infra.streams import StreamProblem, api, ensure_streams
+from infra.streams import api, ensure_streams
+from tests.cluster_fixture import Cluster, clean_bus, leader
+from tests.nats_fixture import Bus
 
 pytestmark = pytest.mark.slow
 
 
-def _free_ports(n: int) -> list[int]:
-    probes = [socket.socket() for _ in range(n)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
 
 
-class Cluster:
-    def __init__(self, folder: Path) -> None:
-        self.key = ensure_key(folder / "keys", role("admin"))
-        ports = _free_ports(6)
-        self.url = [f"nats://127.0.0.1:{port}" for port in ports[:3]]
-        routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in ports[3:])
-        users = users_block([(self.key.identity, self.key.public_key)])
-        self.servers: list[subprocess.Popen[bytes]] = []
-        for i in range(3):
-            path = folder / f"{i}.conf"
-            path.write_text(
-                f'server_name: n{i}\nlisten: "127.0.0.1:{ports[i]}"\nlog_file: "{folder}/{i}.log"\n'
-                f'jetstream {{ store_dir: "{folder}/store{i}", sync_interval: always }}\n'
-                f'cluster {{ name: c, listen: "127.0.0.1:{ports[3 + i]}", routes: [{routes}] }}\n{users}'
-            )
-            self.servers.append(subprocess.Popen([find_binary(), "-c", str(path)], stderr=subprocess.DEVNULL))
-
-    def kill(self, i: int) -> None:
-        self.servers[i].kill()
-        self.servers[i].wait()
+@pytest_asyncio.fixture
+async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
+    cluster.start_all()
+    async with clean_bus(cluster) as found:
+        yield found
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    for i in range(3):
-        cluster.kill(i)
-
-
-async def _ready(cluster: Cluster) -> BusClient:
-    async with asyncio.timeout(60):
-        nc = await connect(cluster.url, cluster.key.connect_options(), wait_s=30)
-        while True:
-            try:
-                await ensure_streams(nc, replicas=3)
-                return nc
-            except (LogUnavailable, StreamProblem):  # no leader yet
-                await asyncio.sleep(0.3)
-
-
-async def test_three_replicas_hold_what_one_does_and_survive_their_leader(cluster: Cluster) -> None:
-    nc = await _ready(cluster)
+async def test_three_replicas_hold_what_one_does_and_survive_their_leader(bus: Bus, cluster: Cluster) -> None:
+    nc = bus.admin
     await ensure_streams(nc, replicas=3)
     info = await api(nc, f"STREAM.INFO.{TELEMETRY_NODE}")
     assert info["config"]["num_replicas"] == 3 and info["config"].get("persist_mode", "default") != "async"
@@ -105,8 +67,7 @@ async def test_three_replicas_hold_what_one_does_and_survive_their_leader(cluste
     assert await publisher.close() == []
 
     before = [r async for r in log.read()]
-    leader = (await api(nc, f"STREAM.INFO.{LEDGER}"))["cluster"]["leader"]
-    cluster.kill(int(leader.removeprefix("n")))
+    cluster.kill(await leader(nc, LEDGER))
     deadline_s = time.monotonic() + 40
     while True:
         try:
@@ -117,4 +78,47 @@ async def test_three_replicas_hold_what_one_does_and_survive_their_leader(cluste
             await asyncio.sleep(0.2)
     after = [r async for r in log.read()]
     assert after[:-1] == before and after[-1].sequence == ack.sequence
+
+
+async def test_what_is_stored_is_read_even_from_a_replica_that_lags(bus: Bus, cluster: Cluster) -> None:
+    """A consumer reads what its own server holds. One that stood still for a moment does not hold all yet."""
+    log = JetStreamLog(bus.admin, LEDGER)
+    stored = 0
+    for round_ in range(6):
+        leads, mine = await leader(bus.admin, LEDGER), cluster.server_of(bus.admin)
+        lagging = next(i for i in (round_ % 3, (round_ + 1) % 3, (round_ + 2) % 3) if i not in (leads, mine))
+        cluster.signal(lagging, signal.SIGSTOP)
+        try:
+            many = [(ledger("a", "decider", "k"), bytes(2000), f"{round_}-{i}") for i in range(1000)]
+            stored = await log.append_all(many)
+        finally:
+            cluster.signal(lagging, signal.SIGCONT)
+        found = [record.sequence async for record in log.read(subjects=["ledger.a.decider.*"])]
+        assert found[-1] == stored and len(found) == 1000 * (round_ + 1)
+
+
+async def test_a_tables_writes_go_together_behind_their_fence(bus: Bus) -> None:
+    nc = await bus.connect("detector")
+    appender = Appender(nc, patience_s=20)
+    await appender.open()
+    fences = Fences(nc, b"me", "g", "KS_OFFSETS")
+    table = TP("changelog_node", 3)
+    await fences.take(table)
+    appends = [
+        Append(topics.changelog_subject(table.topic, 3, b"k%d" % (i % 1500)), b"%d" % i, fences.headers(table))
+        for i in range(3000)
+    ]
+    began_s = time.monotonic()
+    sequences = await appender.append(appends, in_flight_max=fences.in_flight_max(table))
+    took_s = time.monotonic() - began_s
+    print(f"{len(appends) / took_s:.0f} writes a second")
+    assert sequences == sorted(set(sequences)) and len(sequences) == 3000
+    kept = [r async for r in JetStreamLog(nc, "KS_CHANGELOG_NODE").read(subjects=["ks.changelog.node.3.*"])]
+    assert [r.data for r in kept] == [b"%d" % i for i in range(1500, 3000)]
+    other = Fences(nc, b"other", "g", "KS_OFFSETS")
+    await other.take(table)
+    with pytest.raises(StaleWriter):
+        await appender.append(appends[:700], in_flight_max=1)
+    assert [r async for r in JetStreamLog(nc, "KS_CHANGELOG_NODE").read(subjects=["ks.changelog.node.3.*"])] == kept
+    await appender.close()
     await nc.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from infra.faust_transport.appends import Append, Appender
 from infra.faust_transport.fences import Fences
 from infra.publisher import Publisher
 from infra.streams import ensure_streams
+from tests.cluster_fixture import Cluster, Container, clean_bus
 from tests.faust_workers import (
     POISON,
     Counter,
@@ -33,6 +34,7 @@ from tests.faust_workers import (
     by_key,
     claimed,
     count,
+    each_once,
     expected,
     holders,
     partitions,
@@ -46,30 +48,59 @@ NODES = [f"n{i}" for i in range(24)]
 ALL = set(range(subjects.PARTITIONS))
 
 
-@pytest_asyncio.fixture
-async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
-    async with real_bus(tmp_path) as found:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
         yield found
 
 
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    if why_not := Container.why_not():
+        pytest.skip(why_not)
+    with Container(tmp_path_factory.mktemp("container")) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
+    kind = getattr(request, "param", "embedded")
+    if kind == "embedded":
+        made = real_bus(tmp_path)
+    elif kind == "cluster":
+        cluster: Cluster = request.getfixturevalue("cluster")
+        cluster.start_all()
+        made = clean_bus(cluster)
+    else:
+        made = clean_bus(request.getfixturevalue("container"))
+    async with made as found:
+        yield found
+
+
+_CONTAINED = pytest.param("docker", marks=pytest.mark.docker)
+#: On a cluster a leader is killed in the middle of each load.
+everywhere = pytest.mark.parametrize(
+    "bus", ["embedded", pytest.param("cluster", marks=pytest.mark.slow), _CONTAINED], indirect=True
+)
+on_one_server = pytest.mark.parametrize("bus", ["embedded", _CONTAINED], indirect=True)
+
+
+@everywhere
 async def test_order_is_kept_and_a_stopped_worker_resumes_where_it_was(bus: Bus) -> None:
     await beat(bus, NODES, 20)
     async with Running(worker(bus, "w1")):
         await until(lambda: all_claimed(bus))
-    first = await claimed(bus)
-    assert by_key(first) == await expected(bus)
-    assert len(first) == len(NODES) * 20, "each once"
+    await each_once(bus, len(NODES) * 20)
     await beat(bus, NODES, 10, first=20)
     async with Running(worker(bus, "w2")) as running:
         await until(lambda: all_claimed(bus))
         assert running.worker.host.records < len(NODES) * 20, "what was committed is not read again"
-    both = await claimed(bus)
-    assert by_key(both) == await expected(bus), "counts go on from the table's"
-    assert len(both) == len(NODES) * 30
+    await each_once(bus, len(NODES) * 30)
     started = [parse(r.data).data for r in await records(bus, LEDGER, "ledger.*.detector.detector_started")]
     assert [(s.worker, set(s.partitions)) for s in started if isinstance(s, DetectorStarted)] == [("w1", ALL), ("w2", ALL)]
 
 
+@everywhere
 async def test_state_comes_back_from_the_changelog_alone(bus: Bus) -> None:
     await beat(bus, NODES, 5)
     async with Running(worker(bus, "w1")):
@@ -78,10 +109,10 @@ async def test_state_comes_back_from_the_changelog_alone(bus: Bus) -> None:
     await beat(bus, NODES, 5, first=5)
     async with Running(worker(bus, "w1")):
         await until(lambda: all_claimed(bus))
-    assert len(await claimed(bus)) == len(NODES) * 10
-    assert by_key(await claimed(bus)) == await expected(bus)
+    await each_once(bus, len(NODES) * 10)
 
 
+@on_one_server
 async def test_a_lost_changelog_is_rebuilt_from_telemetry(bus: Bus) -> None:
     await beat(bus, NODES, 5)
     async with Running(worker(bus, "w1")):
@@ -93,6 +124,7 @@ async def test_a_lost_changelog_is_rebuilt_from_telemetry(bus: Bus) -> None:
     assert by_key(await claimed(bus)) == await expected(bus)
 
 
+@on_one_server
 async def test_two_workers_share_and_one_that_leaves_is_taken_over_from(bus: Bus) -> None:
     async with Running(worker(bus, "a")) as a, Running(worker(bus, "b")) as b:
         await until(lambda: len(partitions(a.worker)) == 4 and len(partitions(b.worker)) == 4)
@@ -104,10 +136,10 @@ async def test_two_workers_share_and_one_that_leaves_is_taken_over_from(bus: Bus
         await until(lambda: partitions(b.worker) == ALL)
         await beat(bus, NODES, 10, first=10)
         await until(lambda: all_claimed(bus))
-    assert by_key(await claimed(bus)) == await expected(bus)
-    assert len(await claimed(bus)) == len(NODES) * 20
+    await each_once(bus, len(NODES) * 20)
 
 
+@everywhere
 async def test_one_of_two_is_killed_under_load_and_nothing_is_lost(bus: Bus, tmp_path: Path) -> None:
     with Process(bus, tmp_path, "a") as a, Process(bus, tmp_path, "b") as b:
 
@@ -137,6 +169,7 @@ async def _some(bus: Bus, wanted: int) -> bool:
     return await count(bus, LEDGER, "ledger.*.detector.evidence_missing") >= wanted
 
 
+@everywhere
 async def test_nothing_takes_effect_from_a_worker_whose_lease_is_over(bus: Bus, tmp_path: Path) -> None:
     with Process(bus, tmp_path, "a") as a:
         await beat(bus, NODES, 20)
@@ -159,6 +192,7 @@ async def test_nothing_takes_effect_from_a_worker_whose_lease_is_over(bus: Bus, 
     assert by_key(await claimed(bus)) == await expected(bus)
 
 
+@everywhere
 async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     nc = await bus.connect("detector")
     appender = Appender(nc, patience_s=5)
@@ -168,8 +202,9 @@ async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     for tp in (table, source):
         await old.take(tp)
     behind_old = [Append(topics.changelog_subject("changelog_node", 3, b"k"), b"1", old.headers(table)) for _ in range(50)]
-    await appender.append(behind_old)
+    await appender.append(behind_old, in_flight_max=old.in_flight_max(table))
     await old.commit(source, 10)
+    await bus.trouble()
     for tp in (table, source):
         await new.take(tp)
     assert new.committed(source) == 10
@@ -186,6 +221,7 @@ async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     await nc.close()
 
 
+@on_one_server
 async def test_a_processor_that_raises_ends_the_worker_and_loses_no_record(bus: Bus) -> None:
     await beat(bus, NODES, 5)
     await beat(bus, [POISON], 1)
@@ -201,10 +237,10 @@ async def test_a_processor_that_raises_ends_the_worker_and_loses_no_record(bus: 
     assert all(json.loads(record.data)["offset"] <= poison.sequence for record in committed)
     async with Running(worker(bus, "w1")):
         await until(lambda: all_claimed(bus))
-    assert by_key(await claimed(bus)) == await expected(bus)
-    assert len(await claimed(bus)) == len(NODES) * 10 + 1
+    await each_once(bus, len(NODES) * 10 + 1)
 
 
+@on_one_server
 async def test_what_can_not_be_read_is_set_aside_and_stops_nothing(bus: Bus) -> None:
     await beat(bus, NODES, 2)
     publisher = Publisher(bus.admin)
@@ -226,6 +262,7 @@ async def test_what_can_not_be_read_is_set_aside_and_stops_nothing(bus: Bus) -> 
     assert len(kept) + counted + sum(seen - kept for *_, seen, kept, _ in tallies) == 300, "each is kept or counted"
 
 
+@everywhere
 async def test_a_seek_at_any_time_loses_and_repeats_nothing(bus: Bus) -> None:
     await beat(bus, NODES, 40)
     async with Running(worker(bus, "w1", frame_records_max=7)) as running:
@@ -236,10 +273,10 @@ async def test_a_seek_at_any_time_loses_and_repeats_nothing(bus: Bus) -> None:
                 await consumer.seek(TP("telemetry_node", partition), 1 + (i * 37) % 900)
             await asyncio.sleep(0.005)
         await until(lambda: all_claimed(bus))
-    assert by_key(await claimed(bus)) == await expected(bus)
-    assert len(await claimed(bus)) == len(NODES) * 40
+    await each_once(bus, len(NODES) * 40)
 
 
+@everywhere
 async def test_a_bus_that_goes_and_comes_back_loses_nothing(bus: Bus) -> None:
     async with Running(worker(bus, "w1")) as running:
         await beat(bus, NODES, 10)

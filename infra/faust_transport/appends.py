@@ -16,16 +16,21 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
-from events.ports import LEDGER, LogError, LogUnavailable, StaleWriter
+from events.ports import LogError, LogUnavailable, StaleWriter
 from infra.batch import Message, NotAtomic, batches, store
 from infra.bus import BusClient
 
 IN_FLIGHT_MAX = 512
 ACK_S_MAX = 5.0
 _RETRY_S = 0.2
-#: What is stored as a batch: claims into LEDGER, which syncs the disk each time. Tables are not synced, and have fences.
+#: What is stored as a batch: claims into LEDGER, which syncs the disk each time. A table on one server is not synced, and its writes
+#: may all be in flight; one with replicas takes one at a time behind a fence, or a batch.
 _TOGETHER = "ledger."
-_STALE = (10071, 10164)
+_EXPECTED = ("Nats-Expected-Last-Subject-Sequence", "Nats-Expected-Last-Subject-Sequence-Subject")
+_STALE = (10071,)
+#: With replicas: another write of this id or that expects the same subject, an earlier try of this one perhaps, is not through yet.
+#: Only its end tells what becomes of this one.
+_IN_FLIGHT = (10158, 10164)
 _TRANSIENT = (408, 429, 503)
 
 
@@ -44,6 +49,15 @@ class _Batch:
         self.error: LogError | None = None
         self.again: set[int] = set()
         self.wake = asyncio.Event()
+
+
+def _into_ledger(appends: Sequence[Append]) -> list[int]:
+    return [at for at, append in enumerate(appends) if append.subject.startswith(_TOGETHER)]
+
+
+def _unfenced(message: Message) -> Message:
+    """A batch is stored whole or not at all: its first message's expectation is all of theirs."""
+    return message._replace(headers={name: value for name, value in message.headers.items() if name not in _EXPECTED})
 
 
 class Appender:
@@ -70,27 +84,30 @@ class Appender:
         self, appends: Sequence[Append], *, still: Callable[[], bool] = lambda: True, in_flight_max: int = IN_FLIGHT_MAX
     ) -> list[int]:
         """Stores all and returns their sequences. Raises StaleWriter for an expectation that did not hold, LogUnavailable after
-        `patience_s` without any progress, LogError for what will never be taken. `still` false: StaleWriter at once."""
+        `patience_s` without any progress, LogError for what will never be taken. `still` false: StaleWriter at once.
+        `in_flight_max` 1: a table with replicas, all behind one fence."""
         done: dict[int, int] = {}
-        into_ledger = [at for at, append in enumerate(appends) if append.subject.startswith(_TOGETHER)]
-        if len(into_ledger) > 1 and still():
-            done.update(zip(into_ledger, await self._together([appends[at] for at in into_ledger]), strict=False))
+        batched = range(len(appends)) if in_flight_max == 1 else _into_ledger(appends)
+        if len(batched) > 1 and still():
+            done.update(zip(batched, await self._together([appends[at] for at in batched], still), strict=False))
         left = [at for at in range(len(appends)) if at not in done]
         for start in range(0, len(left), in_flight_max):
             part = left[start : start + in_flight_max]
             done.update(zip(part, await self._append([appends[at] for at in part], still), strict=True))
         return [done[at] for at in range(len(appends))]
 
-    async def _together(self, appends: Sequence[Append]) -> list[int]:
-        """As batches, each stored with one sync of the disk. Empty where that did not come to pass: then one by one, and what is
-        stored already is a repeat, known by its id."""
+    async def _together(self, appends: Sequence[Append], still: Callable[[], bool]) -> list[int]:
+        """As batches, each stored with one sync of the disk. What did not come to pass is left out: then one by one, and what is
+        stored already is a repeat, known by its id, or replaces itself."""
         done: list[int] = []
         try:
             for part in batches([Message(a.subject, a.data, a.headers) for a in appends]):
-                last = await store(self._nc, LEDGER, part, ACK_S_MAX)
+                if not still():
+                    break
+                last = await store(self._nc, part[0].subject.partition(".")[0], [part[0], *map(_unfenced, part[1:])], ACK_S_MAX)
                 done += range(last - len(part) + 1, last + 1)
         except (NotAtomic, LogUnavailable, StaleWriter):
-            return []
+            pass
         return done
 
     async def _append(self, appends: Sequence[Append], still: Callable[[], bool]) -> list[int]:
@@ -172,7 +189,7 @@ class Appender:
         why = f"{append.subject}: {error.get('description', 'no stream answers')} ({error.get('err_code', error.get('code'))})"
         if error.get("err_code") in _STALE:
             batch.error = batch.error or StaleWriter(f"{why}; someone else writes here")
-        elif error.get("code") in _TRANSIENT:
+        elif error.get("code") in _TRANSIENT or error.get("err_code") in _IN_FLIGHT:
             batch.again.add(at)
         else:
             batch.error = batch.error or LogError(why)

@@ -88,6 +88,8 @@ class Scenario:
     policy: str = field(default_factory=policy)
     step_s: float = 0.05
     racks: Mapping[str, str] = field(default_factory=dict)
+    #: A bus elsewhere (tests/cluster_fixture.py) in place of an embedded one.
+    bus: Any = None
     watch: Watch = field(default_factory=Watch)
     ledger: list[Seen] = field(default_factory=list)
     pipeline: Pipeline = field(init=False)
@@ -97,7 +99,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         names = [f"n{i}" for i in range(self.nodes)] + [f"s{i}" for i in range(self.standbys)]
-        self.pipeline = Pipeline(Home(self.folder / "home"), self.policy, [Node(n, str(self.kernel(n))) for n in names], "test")
+        where = {"url": self.bus.url, "key": self.bus.keys, "replicas": self.bus.replicas} if self.bus else {}
+        nodes = [Node(n, str(self.kernel(n))) for n in names]
+        self.pipeline = Pipeline(Home(self.folder / "home"), self.policy, nodes, "test", **where)
 
     @property
     def home(self) -> Home:

@@ -1,0 +1,82 @@
+"""The demo's faults on a bus of three servers, the ledger's leader killed (-9) in the middle of each incident and started again: no
+decision is lost, doubled or changed, a machine is evicted once, and what was decided live is what its replay decides."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from events.ports import LEDGER
+from infra.demo import processes_of
+from tests.cluster_fixture import Cluster, clean_bus, leader
+from tests.scenarios.harness import Scenario, policy
+
+pytestmark = pytest.mark.slow
+
+SHORT = {"startup": 40.0, "step": 4.0, "evaluation": 4.0, "checkpoint": 4.0, "undeclared": 40.0}
+#: Until another leads, up to ten seconds, nothing can be decided, and what was seen meanwhile must not be too old for it.
+POLICY = policy(detectors={"phase_limit_s": SHORT}, decider={"silence_window_s": 15.0, "quiet_s": 10.0})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=["n0", "n1", "s0"]) as found:
+        yield found
+
+
+def rank_killed(s: Scenario) -> None:
+    s.kill_rank(1)
+
+
+def gpu_lost(s: Scenario) -> None:
+    s.lose_gpu("n1")
+
+
+def node_dead(s: Scenario) -> None:
+    """All that a dead machine takes with it: its agent, its rank, its parked workers and their keepers."""
+    s.pipeline.supervisor.children["agent-n1"].wanted = False
+    for process in processes_of("n1", str(s.home.node("n1"))):
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def rank_stopped(s: Scenario) -> None:
+    s.kill_rank(1, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("fault", "until", "mechanism", "evicted"),
+    [
+        (rank_killed, "decision_made", "reattempt", ()),
+        (gpu_lost, "decision_made", "evict", ("n1",)),
+        (node_dead, "incident_opened", "evict", ("n1",)),
+        (rank_stopped, "signal", "reattempt", ()),
+    ],
+)
+async def test_the_ledgers_leader_dies_in_an_incident(
+    fault: object, until: str, mechanism: str, evicted: tuple[str, ...], cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.start_all()
+    async with clean_bus(cluster, lease_ttl_s=6.0) as bus:
+        async with Scenario(tmp_path, nodes=2, standbys=1, policy=POLICY, bus=cluster) as s:
+            await s.declare()
+            before = s.at
+            fault(s)  # type: ignore[operator]
+            await s.until(lambda: s.of(until, after=before), until)
+            victim = await leader(bus.admin, LEDGER)
+            cluster.kill(victim)
+            closed = await s.closed(before, seconds=90)
+            cluster.start_all()
+            assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", mechanism, evicted), s.story()
+            assert s.job().attempt == 2
+            decisions = [d for d in s.of("decision_made") if d.data.incident == closed.incident]
+            assert [d.data.rung for d in decisions] == [mechanism], s.story()
+            assert [d.data.incident for d in s.of("incident_opened", after=before)] == [closed.incident]
+            await s.finish()
+            await s.check(evicted=evicted)
