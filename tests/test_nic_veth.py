@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests import nic_on_the_bus
+
 ROOT = Path(__file__).resolve().parent.parent
 #: The name space gets a /sys of its own, as a container's.
 _BEGIN = "mount -t sysfs sysfs /sys && ip link set lo up && {links} exec {python} -m tests.nic_watch {state} {patterns}"
@@ -253,3 +255,9 @@ def test_samples_carry_traffic_and_states(watch: Callable[..., Watch]) -> None:
         "links"
     ][0]
     assert link["device"] == "ks0" and link["state"] == "up" and link["received_bytes_per_s"] >= 0
+
+
+def test_from_the_cable_to_the_bus(tmp_path: Path) -> None:
+    took = nic_on_the_bus.run(tmp_path, 3)
+    print(f"link down to the stream: {took} ms")
+    assert len(took) == 3 and sorted(took)[1] < 1000
