@@ -24,6 +24,8 @@ __all__ = ["LINE_CHARACTERS_MAX", "TEXT_CHARACTERS_MAX", "BadCatalogue", "Catalo
 
 #: A text of more lines is judged by its first ones, a longer one by its first characters.
 LINES_MAX = 400
+#: A literal shorter than this is taken for a name, such as a driver's, that says little.
+NAME_CHARACTERS = 10
 TEXT_JUDGED_MAX = 64 * 1024
 
 #: The driver's line: `NVRM: Xid (PCI:0000:9b:00): 79, …`, `Xid (0000:af:00): …`, `(0001:00)` of 2006, `(PCI:0000:01:00 GPU-I:05)`
@@ -87,7 +89,8 @@ class Catalogue:
         self._context = compiled("context", tables.context) if tables.context else None
         if self._context and "device" not in self._context.groupindex:
             raise BadCatalogue("context: the regular expression needs a group named device")
-        self._context_literal = [_literal_of(tables.context)] if tables.context else []
+        self._context_start = _literal_of(tables.context) if tables.context else ""
+        self._context_literal = [self._context_start.lower()] if tables.context else []
         self._by_xid: dict[int, tuple[Row, ...]] = {}
         self._any_xid = tuple(row for row in self.rows if row.xid == "any")
         for row in self.rows:
@@ -105,11 +108,12 @@ class Catalogue:
 
     @cached_property
     def _scanned(self) -> Literals:
-        return Literals(self._needles(row for row in self._plain if not row.quiet))
+        rows = (row for row in self._plain if not row.quiet and row.class_ != "benign")
+        return Literals(self._needles(rows), self.tables.ordinary, self.tables.stems)
 
     @cached_property
     def _all(self) -> Literals:
-        return Literals(self._needles(self._plain))
+        return Literals(self._needles(self._plain), fast=True)
 
     def _needles(self, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
         """Each literal that a row cannot be without, and the rows (by number among those without Xid) that it stands for."""
@@ -117,7 +121,7 @@ class Catalogue:
         needles: dict[str, tuple[int, ...]] = {"xid": (), **dict.fromkeys(self._context_literal, ())}
         for row in rows:
             every, one_of, _ = self._low[row.id]
-            for literal in [max(every, key=len)] if every else one_of:
+            for literal in _rarest(every, one_of):
                 needles[literal] = (*needles.get(literal, ()), place[row.id])
         return needles
 
@@ -143,7 +147,9 @@ class Catalogue:
         return pci_address(self._named(line))
 
     def _named(self, line: str) -> str:
-        match = self._context.search(line, 0, LINE_CHARACTERS_MAX) if self._context else None
+        if self._context is None or self._context_start not in line:
+            return ""
+        match = self._context.search(line, 0, LINE_CHARACTERS_MAX)
         return (match["device"] or "") if match else ""
 
     def classify(self, line: str) -> Finding | None:
@@ -290,13 +296,20 @@ class Catalogue:
         return found
 
 
+def _rarest(every: tuple[str, ...], one_of: tuple[str, ...]) -> tuple[str, ...]:
+    """The literals by which a row is found: the longest that its lines must have, or those of which they have one, where that is but a
+    short name."""
+    longest = max(every, key=len, default="")
+    return (longest,) if longest and (not one_of or len(longest) >= NAME_CHARACTERS or min(map(len, one_of)) <= 4) else one_of
+
+
 def _literal_of(pattern: str) -> str:
     """The longest run of letters, blanks and colons in a pattern before any alternative: what its lines must hold."""
     plain = re.split(r"[^A-Za-z: ]", pattern.split("(", 1)[0])
     literal = max(plain, key=len)
     if len(literal) < 3:
         raise BadCatalogue("context: the regular expression must begin with at least three plain letters, for the quick filter")
-    return literal.lower()
+    return literal
 
 
 def parse(text: str, *, examples: bool = True) -> Catalogue:

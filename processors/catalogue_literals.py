@@ -5,7 +5,7 @@ ASCII case does not count: needles and what is searched are lowered. What the li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ahocorasick_rs import BytesAhoCorasick, Implementation
 
@@ -13,14 +13,22 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation
 class Literals:
     """`needles`: lowered literals (none with a line break), each with the rows it stands for."""
 
-    def __init__(self, needles: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        needles: Mapping[str, tuple[int, ...]],
+        ordinary: Iterable[str] = (),
+        stems: Iterable[str] = (),
+        *,
+        fast: bool = False,
+    ) -> None:
         self.literals = tuple(needles)
+        self._ordinary = frozenset(self.literals.index(name) for name in map(str.lower, ordinary) if name in needles)
+        self._stems = BytesAhoCorasick([stem.lower().encode() for stem in stems] or [b"\x00"])
         self._rows = tuple(needles.values())
         self._xid = self.literals.index("xid") if "xid" in needles else -1
-        # Contiguous: a tenth of the memory of a deterministic automaton, at nine tenths of its speed.
-        self._automaton = BytesAhoCorasick(
-            [literal.encode() for literal in self.literals], implementation=Implementation.ContiguousNFA
-        )
+        # Contiguous: a tenth of a deterministic automaton's memory, which an agent need not have.
+        kind = Implementation.DFA if fast else Implementation.ContiguousNFA
+        self._automaton = BytesAhoCorasick([literal.encode() for literal in self.literals], implementation=kind)
 
     def any_in(self, line: str) -> bool:
         return bool(self._automaton.find_matches_as_indexes(line.lower().encode("utf-8", "surrogatepass")))
@@ -34,14 +42,22 @@ class Literals:
         return sorted(rows), self._xid in hits
 
     def spans(self, chunk: bytes) -> Iterator[tuple[int, int, int]]:
-        """Start and end of each line of the chunk that holds a literal, and where its first one stands. Literals hold no line
-        break, so one that overlaps a reported one is in the same line: not all need be reported."""
-        end = -1
-        for _, at, _ in self._automaton.find_matches_as_indexes(chunk.lower()):
+        """Start and end of each line of the chunk that holds a literal, and where its first one stands. A line with none but ordinary
+        ones needs a stem besides."""
+        low = chunk.lower()
+        weak = self._ordinary
+        start = end = first = -1
+        strong = True
+        for hit, at, _ in self._automaton.find_matches_as_indexes(low, overlapping=True):
             if at < end:
+                strong = strong or hit not in weak
                 continue
-            start = chunk.rfind(b"\n", 0, at) + 1
-            end = chunk.find(b"\n", at)
+            if end >= 0 and (strong or self._stems.find_matches_as_indexes(low[start:end])):
+                yield start, end, first
+            start = low.rfind(b"\n", 0, at) + 1
+            end = low.find(b"\n", at)
             if end < 0:
-                end = len(chunk)
-            yield start, end, at
+                end = len(low)
+            first, strong = at, hit not in weak
+        if end >= 0 and (strong or self._stems.find_matches_as_indexes(low[start:end])):
+            yield start, end, first

@@ -1,7 +1,7 @@
 """The catalogue's form: what its YAML documents may hold, as frozen models. Pure; what rows mean for a line is in catalogue.py.
 
 A catalogue is one text of one or more YAML documents, in order. Each may carry tables (`classes`, `buckets`, `names`, `devices`,
-`alarming`, `context`), `defaults` for its own rows, and rows. The first document's head in schemas/catalogue/ explains each.
+`ordinary`, `stems`, `alarming`, `context`), `defaults` for its own rows, and rows. The first document's head in schemas/catalogue/ explains each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LINE_CHARACTERS_MAX = 4096
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{1,63}$")]
 Literals = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=16)]
 Alternatives = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=64)]
-Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+Pattern = Annotated[str, Field(min_length=1, max_length=2000)]
+Words = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=60)], ...], Field(max_length=400)]
 #: 32 bits, the highest first; `-` for one that does not count. Or a hexadecimal number, all of whose bits count.
 Bits = Annotated[str, Field(pattern=r"^(?:[01-]{32}|0x[0-9A-Fa-f]{1,8})$")]
 
@@ -110,6 +111,8 @@ class _Document(_Frozen):
     names: dict[int, Annotated[str, Field(max_length=80)]] = Field(default_factory=dict)
     devices: dict[Name, Pattern] = Field(default_factory=dict)
     alarming: Pattern | None = None
+    ordinary: Words = ()
+    stems: Words = ()
     rows: tuple[Row, ...] = Field(default=(), max_length=5000)
 
     @model_validator(mode="before")
@@ -126,6 +129,8 @@ class Tables:
 
     context: str = ""
     alarming: str = ""
+    ordinary: tuple[str, ...] = ()
+    stems: tuple[str, ...] = ()
     classes: dict[str, Class] = field(default_factory=dict)
     buckets: dict[str, FirstAction] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -181,6 +186,8 @@ def _add(tables: Tables, raw: Any) -> None:
         tables.classes[one.name] = one
     tables.context = document.context or tables.context
     tables.alarming = document.alarming or tables.alarming
+    tables.ordinary += document.ordinary
+    tables.stems += document.stems
     tables.buckets |= {bucket.name: bucket.first_action for bucket in document.buckets}
     tables.names |= document.names
     tables.devices |= document.devices

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from typer.exceptions import TyperException
 
-from infra.cli import demo_command, operate, operator, reading, setup, topology
+from infra.cli import classify, demo_command, doctor_command, operate, operator, reading, setup, topology
 from infra.cli.common import FINE, SAID, WRONG_USE, clean, errors
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for module in (demo_command, operate, operator, reading, setup, topology):
+for module in (demo_command, operate, operator, reading, setup, topology, classify, doctor_command):
     module.register(app)
 
 
