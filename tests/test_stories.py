@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from processors.replay import replay
+from processors.state import NAMING
 from tests.stories import Story
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
@@ -42,3 +43,13 @@ def test_story(path: Path, request: pytest.FixtureRequest) -> None:
 
 def test_there_are_stories() -> None:
     assert len(SCRIPTS) >= 10
+
+
+@pytest.mark.parametrize("symptom", sorted(NAMING))
+@pytest.mark.parametrize("confidence", ["high", "low", "sympathetic"])
+def test_what_names_a_machine_evicts_it_and_what_only_hints_at_it_does_not(symptom: str, confidence: str) -> None:
+    story = Story()
+    for line in ("policy auto", "job gpt nodes a b c d standbys s", "+5 progress gpt first attempt=1 step=2"):
+        story.tell(line)
+    told = "\n".join(story.tell(f"+1 signal {symptom} b job=gpt attempt=1 confidence={confidence}"))
+    assert ("rung=evict" in told and "evict_node" in told) == (confidence == "high"), told
