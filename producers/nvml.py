@@ -111,6 +111,8 @@ class NvmlProducer:
         self._before: dict[str, Any] = {}
         self._before_ns = 0
         self._skipped = 0
+        #: Until NVML is initialised anew, to look for a GPU that is lost.
+        self._again_s = self.settings.again_s
         #: The latest, for whoever compares how nodes are set up.
         self.last: GpuSample | None = None
 
@@ -121,12 +123,12 @@ class NvmlProducer:
 
     async def run(self) -> None:
         settings = self.settings
-        retry_s, pause_s, again_s = settings.retry_s, settings.pause_s, settings.again_s
+        retry_s, pause_s = settings.retry_s, settings.pause_s
         try:
             while True:
                 try:
                     await self._room()
-                    await self._one_child(again_s)
+                    await self._one_child()
                 except _Fatal as fatal:
                     self._without(fatal)
                     await self._end_child()
@@ -138,9 +140,8 @@ class NvmlProducer:
                     if self._answered:
                         pause_s, retry_s = settings.pause_s, settings.retry_s
                     if not gone.why:  # started anew to look for a lost GPU
-                        again_s = min(settings.again_s_max, again_s * 2)
+                        self._again_s = min(settings.again_s_max, self._again_s * 2)
                         continue
-                    again_s = settings.again_s
                     if not self._misses:
                         self._say("failed", f"{gone.why}; it is started again in {pause_s:g} s")
                     await asyncio.sleep(pause_s)
@@ -150,7 +151,7 @@ class NvmlProducer:
 
     # One asking process
 
-    async def _one_child(self, again_s: float) -> None:
+    async def _one_child(self) -> None:
         """From its start until it is over (_Gone) or can't work (_Fatal)."""
         self._over, self._hello, self._fatal, self._answered = False, None, None, False
         self._answers.clear()
@@ -181,7 +182,9 @@ class NvmlProducer:
             self._well(len(rows(answer.get("gpus"), 64)) if full else -1)
             gone = lost_indices(answer)
             absent = self._expected - {uuid for index, (uuid, _) in known.items() if index not in gone}
-            if absent and loop.time() - began_s > again_s:
+            if not absent:
+                self._again_s = self.settings.again_s
+            elif loop.time() - began_s > self._again_s:
                 raise _Gone
             if not self._before.get("gpus") and not lost:
                 raise _Fatal(0, "")

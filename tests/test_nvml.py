@@ -351,7 +351,8 @@ async def test_no_driver_is_stated_once_and_no_process_is_kept(
     async with watching() as (heard, _):
         await until(lambda: heard.watches)
         await asyncio.sleep(1.0)  # several more looks
-        assert len(heard.events) == 1 and not readers()
+        assert len(heard.events) == 1
+        await until(lambda: not readers())  # between two looks there is none
         assert (heard.watches[0].state, heard.watches[0].detail) == ("no_driver", "there is no libnvidia-ml.so.1")
         stub.set("init", 9)
         stub_environment(monkeypatch, stub)
@@ -382,7 +383,10 @@ for line in sys.stdin: print('{"id": %s, "gpus": [1, {"index": 0, "uuid": {}, "l
     ],
 )
 async def test_a_reader_that_writes_anything_harms_nothing(script: str) -> None:
-    async with watching(NvmlSettings(pause_s=0.05, pause_s_max=0.1, command=(sys.executable, "-c", script))) as (heard, _):
+    async with watching(NvmlSettings(ping_s=0.1, pause_s=0.05, pause_s_max=0.1, command=(sys.executable, "-c", script))) as (
+        heard,
+        _,
+    ):
         await until(lambda: len([fact for fact in heard.of(AgentState) if fact.state == "failed"]) >= 2)
     assert "ended by itself (exit code 3)" in heard.of(AgentState)[0].detail
 

@@ -14,12 +14,14 @@
  * With -DOLD it has only what drivers of about 2020 export.
  */
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -32,22 +34,33 @@ static void nap(double s) {
     nanosleep(&t, NULL);
 }
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static char script[65536];
+
+/* The script as it is now: looked at at each call, read where it is another. */
+static void load(void) {
+    static struct stat read;
+    struct stat now;
+    const char *path = getenv("NVML_STUB");
+    if (!path || stat(path, &now) || (now.st_ino == read.st_ino && now.st_mtim.tv_nsec == read.st_mtim.tv_nsec)) return;
+    FILE *file = fopen(path, "r");
+    if (!file) return;
+    script[0] = '\n';
+    script[1 + fread(script + 1, 1, sizeof script - 2, file)] = 0;
+    fclose(file);
+    read = now;
+}
+
 /* The value of a key in the script: 1 if it is there. */
 static int find(const char *key, char *out, size_t size) {
-    const char *path = getenv("NVML_STUB");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    if (!file) return 0;
-    char line[256];
-    size_t length = strlen(key);
-    int found = 0;
-    while (fgets(line, sizeof line, file))
-        if (!strncmp(line, key, length) && line[length] == ' ') {
-            line[strcspn(line, "\n")] = 0;
-            snprintf(out, size, "%s", line + length + 1);
-            found = 1; /* the last line of a key counts */
-        }
-    fclose(file);
-    return found;
+    char start[160];
+    int length = snprintf(start, sizeof start, "\n%s ", key);
+    pthread_mutex_lock(&lock);
+    load();
+    const char *line = strstr(script, start);
+    if (line) snprintf(out, size, "%.*s", (int)strcspn(line + length, "\n"), line + length);
+    pthread_mutex_unlock(&lock);
+    return line != NULL;
 }
 
 static int look(int index, const char *name, char *out, size_t size) {
