@@ -215,8 +215,8 @@ class Catalogue:
     def _sureness(self, row: Row) -> tuple[int, ...]:
         return (
             row.class_ == "benign",
-            -row.weight,
             _RANK[row.confidence],
+            -row.weight,
             self._order.get(row.class_, 99),
             _ACTIONS[row.first_action],
         )
@@ -263,6 +263,8 @@ class Catalogue:
             if part in low:
                 return False
         if one_of and not any(part in low for part in one_of):
+            return False
+        if row.case and not (all(part in line for part in row.all) and (not row.any or any(part in line for part in row.any))):
             return False
         if row.regex and self._pattern(row).search(line) is None:
             return False

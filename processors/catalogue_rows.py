@@ -24,7 +24,7 @@ LINE_CHARACTERS_MAX = 4096
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{1,63}$")]
 Literals = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=16)]
-Alternatives = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=64)]
+Alternatives = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=200)], ...], Field(max_length=128)]
 Pattern = Annotated[str, Field(min_length=1, max_length=2000)]
 Words = Annotated[tuple[Annotated[str, Field(min_length=3, max_length=60)], ...], Field(max_length=400)]
 #: 32 bits, the highest first; `-` for one that does not count. Or a hexadecimal number, all of whose bits count.
@@ -52,10 +52,11 @@ class Row(_Frozen):
     log: Literal["kernel", "training"] = "kernel"
     #: Xid codes, or "any" for those that no earlier row took.
     xid: tuple[Annotated[int, Field(ge=0, le=999_999)], ...] | Literal["any"] = ()
-    #: Literals that must all be there, ones of which one must, and ones of which none may. Case does not count.
+    #: Literals that must all be there, ones of which one must, and ones of which none may. Case does not count, unless `case`.
     all: Literals = ()
     any: Alternatives = ()
     none: Alternatives = ()
+    case: bool = False
     #: Searched in the line, whatever the case; a group named `device` gives the device, `code` the code.
     regex: Pattern = ""
     #: Conditions on the hexadecimal words in parentheses: the word's number, and bits of which one set must fit.
@@ -170,12 +171,13 @@ def _add(tables: Tables, raw: Any) -> None:
     if not isinstance(defaults, dict):
         raise BadCatalogue("the catalogue is not valid: defaults: must be a mapping of fields of rows")
     raw = {key: value for key, value in raw.items() if key != "defaults"}
-    known = set(tables.classes) | {
-        c.get("class") for c in raw.get("classes") or () if isinstance(c, dict) and isinstance(c.get("class"), str)
-    }
-    symptoms = {name: c.symptom for name, c in tables.classes.items()}
+    symptoms: dict[Any, Any] = {name: c.symptom for name, c in tables.classes.items()}
+    classes = raw.get("classes")
+    for one in classes if isinstance(classes, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("class"), str):
+            symptoms.setdefault(one["class"], one.get("symptom"))
     if isinstance(raw.get("rows"), list):
-        raw["rows"] = [_filled(row, defaults, symptoms, bool(known)) if isinstance(row, dict) else row for row in raw["rows"]]
+        raw["rows"] = [_filled(row, defaults, symptoms) if isinstance(row, dict) else row for row in raw["rows"]]
     try:
         document = _Document.model_validate(raw)
     except ValidationError as error:
@@ -194,13 +196,13 @@ def _add(tables: Tables, raw: Any) -> None:
     tables.rows += document.rows
 
 
-def _filled(row: dict[str, Any], defaults: dict[str, Any], symptoms: dict[str, Symptom], classed: bool) -> dict[str, Any]:
+def _filled(row: dict[str, Any], defaults: dict[str, Any], symptoms: dict[Any, Any]) -> dict[str, Any]:
     row = {**defaults, **row}
     if row.get("first_action") == "roll_back":  # as version 1 spelt it
         row["first_action"] = "rollback"
     if "symptom" not in row and row.get("class") in symptoms:
         row["symptom"] = symptoms[row["class"]]
-    if not classed and not row.get("fault"):  # version 1 asked for it; benign rows have none
+    if not symptoms and not row.get("fault"):  # version 1 asked for it; benign rows have none
         row["fault"] = row.get("fault") or ["?"]
     return row
 

@@ -132,7 +132,7 @@ def _show(tally: Tally, unknown: bool, everything: bool) -> None:
         for column in ("lines", "what", "example"):
             table.add_column(column, overflow="fold")
         for kind in harmless:
-            table.add_row(str(kind.count), _cell(why_of(kind)), _cell(kind.example))
+            table.add_row(str(kind.count), _cell(why_of(tally.catalogue, kind)), _cell(kind.example))
         console.print(table)
     if unknown:
         _show_unknown(tally)
@@ -162,7 +162,7 @@ def _table(tally: Tally, kinds: list[Kind]) -> Table:
         last = kind.last if kind.last != kind.first else ""
         table.add_row(
             action, row.class_, _cell(f"{code}\n{name}".strip()), _cell(finding.named or finding.device), str(kind.count),
-            _cell(_seconds(kind.first)), _cell(_seconds(last)), ", ".join(row.fault), _cell(why_of(kind)),
+            _cell(_seconds(kind.first)), _cell(_seconds(last)), ", ".join(row.fault), _cell(why_of(tally.catalogue, kind)),
         )  # fmt: skip
     return table
 

@@ -146,9 +146,11 @@ def code_of(finding: Finding) -> str:
     return f"SXid {finding.code}" if finding.code and finding.row.id.startswith("sxid") else finding.code
 
 
-def why_of(kind: Kind) -> str:
+def why_of(catalogue: Catalogue, kind: Kind) -> str:
+    """The row's note; where it has none, what its class means and where the row is from."""
     row = kind.finding.row
-    text = row.note or row.source
+    known = catalogue.tables.classes.get(row.class_)
+    text = row.note or f"{known.meaning if known else row.symptom} ({row.source})"
     return f"{text} Follows {', '.join(kind.explained_by)}." if kind.explained_by else text
 
 
@@ -158,6 +160,6 @@ def plain(tally: Tally, kind: Kind) -> dict[str, Any]:
         "class": row.class_, "symptom": row.symptom, "code": code_of(finding), "xid": finding.xid if finding.xid >= 0 else None,
         "name": tally.catalogue.tables.names.get(finding.xid, ""), "device": finding.named or finding.device or None, "count": kind.count,
         "first": kind.first or None, "last": kind.last or None, "fault": list(row.fault), "first_action": row.first_action,
-        "nvidia_action": row.nvidia_action or None, "differs": row.differs or None, "why": row.note or row.source,
+        "nvidia_action": row.nvidia_action or None, "differs": row.differs or None, "why": why_of(tally.catalogue, kind),
         "explained_by": list(kind.explained_by), "confidence": row.confidence, "row": row.id, "source": row.source, "example": kind.example,
     }  # fmt: skip
