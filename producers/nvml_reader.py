@@ -36,8 +36,7 @@ ABSENT = (2, 3, 4, 12, 13, 21, 22, 25, 26, 27)
 XID_EVENT = 8
 EVENT_WAIT_MS = 1000
 LINKS_MAX = 36
-PIDS_MAX = 64
-ERRORS_MAX = 16
+PIDS_MAX, ERRORS_MAX = 64, 16
 
 Call = Callable[[Any, Any], Any]
 
