@@ -1,5 +1,5 @@
-"""One output file of a rank, followed: the rank's shim writes NAME and, once it is full, moves it to NAME.1 and begins NAME anew, with the
-number of bytes that came before in NAME.base. Reads at most what it is given a budget for, the newest of what is there, and counts
+"""One output file of a rank, followed: the rank's shim writes NAME.log and, once it is full, moves it to NAME.log.1 and begins NAME.log anew,
+with the number of bytes that came before in NAME.base. Reads at most what it is given a budget for, the newest of what is there, and counts
 what it passed over. The writer knows nothing of it and is never slowed.
 """
 
@@ -31,6 +31,7 @@ class OutputFile:
 
     def __init__(self, path: Path, place: int = 0) -> None:
         self.path = str(path)
+        self._base_path = str(path.with_suffix(".base"))
         self.place = place
         self._descriptor = -1
         self._inode = 0
@@ -80,7 +81,7 @@ class OutputFile:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
-        base = _number(self.path + ".base")
+        base = _number(self._base_path)
         if base < after:  # it is being begun: its number is written next
             self._unbased += 1
             if self._unbased <= _BASE_POLLS:
@@ -97,7 +98,7 @@ class OutputFile:
     def _read(self, got: Got, budget: int) -> int:
         end = self._base + os.fstat(self._descriptor).st_size
         if end < self.place:  # cut: begun anew under the same name, or by someone else
-            self._base = _number(self.path + ".base")
+            self._base = _number(self._base_path)
             end = self._base + os.fstat(self._descriptor).st_size
             self.place, self._partial, self._cutting = min(self.place, end), b"", False
         begin = max(self.place, end - max(0, budget))
