@@ -14,7 +14,16 @@ from processors.policy import Policy
 #: Symptoms that, of high confidence, name a machine (ByteRobust section 4.1: skip the diagnostics; links that flap twice within 5
 #: minutes are evicted for too). What the same symptom is of low confidence is recorded.
 NAMING = frozenset(
-    {"gpu_unavailable", "gpu_memory_error", "gpu_driver_hang", "nvlink_error", "nic_flap", "os_kernel_panic", "disk_fault"}
+    {
+        "gpu_unavailable",
+        "gpu_memory_error",
+        "gpu_driver_hang",
+        "nvlink_error",
+        "nic_flap",
+        "os_kernel_panic",
+        "disk_fault",
+        "fs_mount",
+    }
 )
 
 
