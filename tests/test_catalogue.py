@@ -258,8 +258,8 @@ def test_a_text_of_several_lines_has_one_answer(text: str, row: str) -> None:
 
 
 def test_a_wrapped_message_is_put_together() -> None:
-    found = CATALOGUE.judge("RuntimeError: DataLoader worker (pid(s) 7)\n exited unexpectedly")
-    assert found is not None and found.row.id == "dataloader-killed"
+    found = CATALOGUE.judge("INFO: task python3:77 blocked for\n more than 120 seconds.")
+    assert found is not None and found.row.id == "task-hung"
 
 
 @pytest.mark.parametrize(
