@@ -22,7 +22,7 @@ from events.hardware import EvidenceGap
 from events.network import LinkChanged, NicBaseline, NicSample
 from events.presence import AgentState
 from events.registry import parse as parse_event
-from infra.agent import BadSettings, arguments
+from infra.agent_settings import BadSettings, arguments
 from processors.node import node_detector
 from processors.policy import Detectors, Network
 from producers.netlink_messages import Done, LinkNews, Problem, attributes, parse, request_dump
