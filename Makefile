@@ -3,7 +3,7 @@
 #   make demo    break a real training job and watch it come back (DEMO="--json" gives the command's options)
 #   make test    the whole test suite                              (ARGS="tests/test_census.py -k nan" gives pytest's)
 #   make check   ruff, mypy --strict, import-linter, then the test suite
-#   make bench   one JSON line a figure                            (ONLY=replay runs one)
+#   make bench   one JSON line a figure                            (ONLY=replay runs one; CASES=FILE for classify_accuracy)
 #   make venv    only the virtual environment
 
 SHELL := /bin/sh
@@ -35,7 +35,7 @@ lint: $(STAMP)
 check: lint test
 
 bench: $(STAMP)
-	@$(PY) -m tests.bench $(if $(ONLY),--only $(ONLY))
+	@$(PY) -m tests.bench $(if $(ONLY),--only $(ONLY)) $(if $(CASES),--cases $(CASES))
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -150,19 +150,27 @@ def _show(tally: Tally, unknown: bool, everything: bool) -> None:
 
 
 def _table(tally: Tally, kinds: list[Kind]) -> Table:
-    table = Table(show_lines=False)
-    for column in ("first action", "class", "code", "device", "lines", "first", "last", "fault"):
-        table.add_column(column, justify="right" if column == "lines" else "left", overflow="fold")
+    table = Table(expand=True)
+    for column, width in (
+        ("first action", 24),
+        ("class", 20),
+        ("code", 10),
+        ("device", 16),
+        ("lines", 7),
+        ("first, last", 25),
+        ("fault", 10),
+    ):
+        table.add_column(column, justify="right" if column == "lines" else "left", overflow="fold", max_width=width)
     table.add_column("why", overflow="fold", ratio=1)
     for kind in kinds:
         row, finding = kind.finding.row, kind.finding
-        code = code_of(finding)
         name = tally.catalogue.tables.names.get(finding.xid, "")
         action = row.first_action + (f"\nNVIDIA: {row.nvidia_action}" if row.nvidia_action else "")
-        last = kind.last if kind.last != kind.first else ""
+        when = "\n".join(dict.fromkeys(filter(None, (_seconds(kind.first), _seconds(kind.last)))))
+        why = (f"{name}: " if name else "") + why_of(tally.catalogue, kind)
         table.add_row(
-            action, row.class_, _cell(f"{code}\n{name}".strip()), _cell(finding.named or finding.device), str(kind.count),
-            _cell(_seconds(kind.first)), _cell(_seconds(last)), ", ".join(row.fault), _cell(why_of(tally.catalogue, kind)),
+            action, row.class_, _cell(code_of(finding)), _cell(finding.named or finding.device), str(kind.count), _cell(when),
+            "\n".join(row.fault), _cell(why),
         )  # fmt: skip
     return table
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import inspect
+import os
 import pkgutil
 import signal
 import sys
@@ -28,9 +29,14 @@ def wanted(only: str, name: str) -> bool:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=tests.bench.__doc__)
     parser.add_argument("--only", metavar="NAME", default="", help="only the benchmark that gives this figure")
+    parser.add_argument(
+        "--cases", metavar="FILE", default="", help="labelled cases for classify_accuracy (or $KEEPSTEP_BENCH_CASES)"
+    )
     parser.add_argument("--list", action="store_true", help="the names of all figures, and nothing is run")
     given = parser.parse_args(arguments)
     only: str = given.only
+    if given.cases:
+        os.environ["KEEPSTEP_BENCH_CASES"] = given.cases
     every = modules()
     if given.list:
         print("\n".join(name for module in every for name in module.NAMES))
