@@ -254,17 +254,22 @@ async def check_server(nc: Client) -> None:
     _raise_for(answer, f"the server at {_where(nc)} has no JetStream for this user")
 
 
-_NO_STREAM, _NAME_IN_USE, _STALE = 10059, 10058, 10071
+_NO_STREAM, _NAME_IN_USE, _STALE, _OFFLINE = 10059, 10058, 10071, 10118
 
 
 async def api(nc: Client, call: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
-    """One `$JS.API` request; the answer as it came, errors included. Raises LogUnavailable if there is none."""
+    """One `$JS.API` request; the answer as it came, errors included. Raises LogUnavailable if there is none, or none for now."""
     try:
         reply = await nc.request(f"$JS.API.{call}", json.dumps(body).encode() if body else b"", timeout=timeout_s)
     except (NatsError, OSError) as error:
         raise LogUnavailable(f"the bus did not answer $JS.API.{call}: {_why(error)}") from error
     value = json.loads(reply.data)
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    problem = value.get("error") or {}
+    if problem.get("code") == 503 or problem.get("err_code") == _OFFLINE:
+        raise LogUnavailable(f"the bus can't answer $JS.API.{call} now: {problem.get('description')} ({_code(value)})")
+    return value
 
 
 def _code(answer: Mapping[str, Any]) -> int:

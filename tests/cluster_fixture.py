@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from events.ports import LEDGER, TELEMETRY_NODE, LogUnavailable
 from infra.bus import BusClient, connect
 from infra.child import ending_with_parent
 from infra.embedded import find_binary
+from infra.faust_transport.patience import patiently
 from infra.keys import Key, ensure_key
 from infra.permissions import ROLES, Identity, node, role, users_block
 from infra.streams import Limits, StreamProblem, api, configurations, ensure_streams
@@ -169,10 +171,12 @@ class Cluster(_Keyed):
 
 
 async def leader(nc: BusClient, stream: str) -> int:
-    """Which server leads a stream; -1: none just now."""
+    """Which server leads a stream. Raises LogUnavailable if none does just now."""
     answer = await api(nc, f"STREAM.INFO.{stream}")
     name = str((answer.get("cluster") or {}).get("leader") or "")
-    return int(name.removeprefix("n")) if name else -1
+    if not name:
+        raise LogUnavailable(f"{stream} has no leader")
+    return int(name.removeprefix("n"))
 
 
 class Container(_Keyed):
@@ -248,8 +252,7 @@ async def clean_bus(server: Cluster | Container, *, lease_ttl_s: float = 3.0) ->
     async def trouble() -> None:
         assert isinstance(server, Cluster)
         server.troubles += 1
-        victim = await leader(admin, LED[server.troubles % len(LED)])
-        server.kill(victim if victim >= 0 else 0)
+        server.kill(await patiently(partial(leader, admin, LED[server.troubles % len(LED)]), START_S_MAX))
         again.add(asyncio.create_task(start_again(server)))
 
     try:

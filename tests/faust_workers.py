@@ -103,15 +103,19 @@ async def records(bus: Bus, stream: str, *wanted: str) -> list[Record]:
 
 
 async def expected(bus: Bus) -> dict[str, list[bytes]]:
-    """What the whole telemetry gives, folded in memory, by key in order."""
+    """What the whole telemetry gives, folded in memory, by key in order. A beat that was sent twice (its acknowledgement was lost) is
+    counted twice and claimed once: the second claim has the first one's id."""
     detector: Detector[Any] = Counter()
     folds = {p: PartitionFold(detector) for p in range(subjects.PARTITIONS)}
     found: dict[str, list[bytes]] = {}
+    seen: set[str] = set()
     for record in await records(bus, TELEMETRY_NODE):
         parts = record.subject.split(".")
         for p in folds if parts[0] == "clock" else (int(parts[1]),):
             for out in folds[p].feed(record)[0]:
-                if out.event.data.TYPE == EvidenceMissing.TYPE and out.event.subject != "clock":
+                of_a_node = out.event.data.TYPE == EvidenceMissing.TYPE and out.event.subject != "clock"
+                if of_a_node and out.event.id not in seen:
+                    seen.add(out.event.id)
                     found.setdefault(out.event.subject, []).append(canonical(out.event))
     return found
 
@@ -155,7 +159,10 @@ async def count(bus: Bus, stream: str, wanted: str) -> int:
 
 async def all_claimed(bus: Bus, but: int = 0) -> bool:
     """Whether LEDGER holds everything that the telemetry so far must give, `but` so many that can't be read."""
-    wanted = await count(bus, TELEMETRY_NODE, "tn.*.*.*") - but
+    if bus.is_troubled:
+        wanted = sum(map(len, (await expected(bus)).values()))
+    else:
+        wanted = await count(bus, TELEMETRY_NODE, "tn.*.*.*") - but
     if await count(bus, LEDGER, f"ledger.*.detector.{EvidenceMissing.kind()}") < wanted:
         return False
     return sum(map(len, by_key(await claimed(bus)).values())) >= wanted
@@ -163,10 +170,9 @@ async def all_claimed(bus: Bus, but: int = 0) -> bool:
 
 async def each_once(bus: Bus, beats: int) -> None:
     """LEDGER holds the claims that follow from the telemetry, in order, each once."""
-    claims = await claimed(bus)
-    assert by_key(claims) == await expected(bus)
-    stored = await count(bus, TELEMETRY_NODE, "tn.*.*.*")
-    assert len(claims) == stored and (stored >= beats if bus.is_troubled else stored == beats), (len(claims), stored, beats)
+    claims, wanted = await claimed(bus), await expected(bus)
+    assert by_key(claims) == wanted
+    assert len(claims) == sum(map(len, wanted.values())) == beats
 
 
 def worker(bus: Bus, name: str, detector: Detector[Any] | None = None, **more: Any) -> Worker:

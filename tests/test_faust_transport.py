@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from infra.detector_worker import Worker, WorkerSettings
 from infra.faust_transport import topics
 from infra.faust_transport.appends import Append, Appender
 from infra.faust_transport.fences import Fences
+from infra.faust_transport.patience import patiently
 from infra.publisher import Publisher
 from infra.streams import ensure_streams
 from tests.cluster_fixture import Cluster, Container, clean_bus
@@ -195,7 +197,7 @@ async def test_nothing_takes_effect_from_a_worker_whose_lease_is_over(bus: Bus, 
 @everywhere
 async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     nc = await bus.connect("detector")
-    appender = Appender(nc, patience_s=5)
+    appender = Appender(nc, patience_s=30)
     await appender.open()
     old, new = (Fences(nc, owner, "g", "KS_OFFSETS") for owner in (b"old", b"new"))
     table, source = TP("changelog_node", 3), TP("telemetry_node", 3)
@@ -206,7 +208,7 @@ async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     await old.commit(source, 10)
     await bus.trouble()
     for tp in (table, source):
-        await new.take(tp)
+        await patiently(partial(new.take, tp), 30)
     assert new.committed(source) == 10
     with pytest.raises(StaleWriter):
         await appender.append(behind_old[:1])
@@ -214,8 +216,8 @@ async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     with pytest.raises(StaleWriter):
         await appender.append([other_key])
     with pytest.raises(StaleWriter):
-        await old.commit(source, 20)
-    await new.commit(source, 11)
+        await patiently(lambda: old.commit(source, 20), 30)
+    await patiently(lambda: new.commit(source, 11), 30)
     await appender.append([Append(topics.changelog_subject("changelog_node", 3, b"k"), b"2", new.headers(table))])
     await appender.close()
     await nc.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from faust.transport.base import Consumer as BaseConsumer
@@ -19,6 +20,7 @@ from infra.faust_transport import topics
 from infra.faust_transport.feeds import Feed, Fetched
 from infra.faust_transport.fences import last_of
 from infra.faust_transport.frames import Frame
+from infra.faust_transport.patience import patiently
 
 _IDLE_S, _AGAIN_S = 0.05, 0.2
 
@@ -281,8 +283,8 @@ class Consumer(BaseConsumer):  # type: ignore[misc]
         """One past the last message of each; None for an empty one."""
         found: dict[TP, int | None] = {}
         for tp in partitions:
-            stream = topics.stream_of(tp.topic)
-            last = await last_of(self.transport.nc, stream, topics.subjects_of(tp.topic, tp.partition))
+            what = (self.transport.nc, topics.stream_of(tp.topic), topics.subjects_of(tp.topic, tp.partition))
+            last = await patiently(partial(last_of, *what), self.app.nats.patience_s)
             found[tp] = last.sequence + 1 if last.sequence else None
         return found
 

@@ -18,6 +18,7 @@ from infra.faust_transport.consumer import Consumer
 from infra.faust_transport.feeds import Feed
 from infra.faust_transport.fences import Fences
 from infra.faust_transport.leases import Leases, this_process
+from infra.faust_transport.patience import patiently
 from infra.faust_transport.producer import Producer
 from infra.streams import api
 
@@ -51,7 +52,7 @@ class Transport(BaseTransport):  # type: ignore[misc]
         me = this_process(nats.worker)
         self.fences = Fences(self.nc, me.incarnation.encode(), nats.group, nats.offsets)
         self.leases = Leases(self.nc, bucket=nats.leases, group=nats.group, me=me, partitions=nats.partitions)
-        await self.leases.open()
+        await patiently(self.leases.open, nats.patience_s)
 
     async def close(self) -> None:
         if self._open:
@@ -80,7 +81,8 @@ class Transport(BaseTransport):  # type: ignore[misc]
 
     async def last_sequence(self, topic: str) -> int:
         """Of the topic's whole stream."""
-        answer = await api(self.nc, f"STREAM.INFO.{topics.stream_of(topic)}")
+        call = f"STREAM.INFO.{topics.stream_of(topic)}"
+        answer = await patiently(lambda: api(self.nc, call), self.app.nats.patience_s)
         if "error" in answer:
             raise LogError(f"the bus has no stream {topics.stream_of(topic)}; make the streams with `keepstep up`")
         return int(answer["state"]["last_seq"])
