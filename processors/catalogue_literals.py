@@ -22,7 +22,8 @@ class Literals:
         fast: bool = False,
     ) -> None:
         self.literals = tuple(needles)
-        self._ordinary = frozenset(self.literals.index(name) for name in map(str.lower, ordinary) if name in needles)
+        names = {name.lower().strip() for name in ordinary}
+        self._ordinary = frozenset(i for i, literal in enumerate(self.literals) if literal.strip() in names)
         self._stems = BytesAhoCorasick([stem.lower().encode() for stem in stems] or [b"\x00"])
         self._rows = tuple(needles.values())
         self._xid = self.literals.index("xid") if "xid" in needles else -1

@@ -259,7 +259,7 @@ def test_the_table_says_what_to_do_and_why(tmp_path: Path) -> None:
         "Xid 79",
         "0000:03:00",
         "hardware",
-        "only a reset",
+        "over PCIe",
         "diagnose",
         "user_code",
     ):
