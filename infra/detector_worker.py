@@ -81,7 +81,8 @@ async def load_detector(which: str, nc: BusClient) -> Detector[Any]:
     if not text:
         text = catalogue_text()
     return cast(
-        "Detector[Any]", import_module("processors.node").node_detector(import_module("processors.catalogue").parse(text, examples=False))
+        "Detector[Any]",
+        import_module("processors.node").node_detector(import_module("processors.catalogue").parse(text, examples=False)),
     )
 
 
