@@ -111,7 +111,9 @@ class Ring:
         try:
             self.fd = os.open(self.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             if self.before:
-                base = os.open(self.name.removesuffix(".log") + ".base", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                base = os.open(
+                    self.name.removesuffix(".log") + ".base", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+                )
                 try:
                     os.write(base, b"%d" % self.before)
                 finally:
