@@ -106,7 +106,8 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 pass
         self._kill()
-        (self.store / "connection.json").unlink(missing_ok=True)
+        if self._lock is not None:  # one that was refused the store has nothing there to take away
+            (self.store / "connection.json").unlink(missing_ok=True)
         self._unlock()
 
     def restart(self) -> None:

@@ -121,6 +121,11 @@ def test_a_store_is_one_servers_alone(store: Path, parent: tuple[subprocess.Pope
         with pytest.raises(EmbeddedError, match="already runs"):
             EmbeddedServer(server.store).start()
         assert server.running and not _gone(pid)
+        refused = EmbeddedServer(server.store)
+        with pytest.raises(EmbeddedError, match="already runs"):
+            refused.start()
+        refused.stop()  # as a second `up` on the same home does on its way out
+        assert find_connection(server.store).pid == server.pid
 
 
 def test_it_lives_on_when_the_thread_that_started_it_ends(store: Path) -> None:
