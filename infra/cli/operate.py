@@ -30,7 +30,7 @@ from infra.cli.common import (
     address,
     author,
     clean,
-    console,
+    put,
     run,
     say,
     with_bus,
@@ -108,6 +108,7 @@ def register(app: typer.Typer) -> None:
             author(),
             port=port,
             actuate=actuate_script(actuate),
+            on_bus=say,
         )
 
         async def work() -> None:
@@ -330,6 +331,7 @@ async def _with_own_pipeline(spec: JobSpec, where: Address, policy: Path | None)
         policy_text(where.home, policy),
         [Node(name, "kmsg" if i == 0 else "none") for i, name in enumerate(names)],
         author(),
+        on_bus=say,
     )
     stop = until_signal()
     say(f"no pipeline is up on {where.home.path}: starting one for this job (mode {mode_of(pipeline.policy)})")
@@ -383,7 +385,7 @@ async def follow_job(nc: BusClient, job: str, after: int) -> int:
             elif kind == "incident_closed":
                 say(f"incident {data.incident} closed: {data.outcome} by {data.mechanism}")
             elif kind == "job_finished":
-                console.print(f"job {job} finished at step {data.step}")
+                put(f"job {job} finished at step {data.step}")
                 return FINE
             elif kind == "stop_requested":
                 say(f"job {job} is stopped by {data.author}: {data.reason}")
