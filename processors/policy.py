@@ -210,10 +210,23 @@ class BadPolicy(ValueError):
     """A policy that cannot be adopted. The text is a sentence or two for its author."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is a fault: which of two modes is meant must not be guessed."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def parse(text: str) -> Policy:
     """A policy from its YAML (or JSON). Raises BadPolicy."""
     try:
-        raw: Any = yaml.safe_load(text)
+        raw: Any = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         place = getattr(error, "problem_mark", None)
         where = f" at line {place.line + 1}, column {place.column + 1}" if place else ""
