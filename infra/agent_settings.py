@@ -43,7 +43,7 @@ class AgentSettings:
     tls: ssl.SSLContext | None = None
     kernel_logs: tuple[str, ...] = (KMSG,)
     trust_user_facility: bool = False
-    lines_per_s: int = 2000
+    lines_per_s: int = 200
     interesting: Callable[[str], bool] = default_interesting
     heartbeat_s: float = 1.0
     nvml: bool = True
@@ -108,7 +108,7 @@ def arguments(argv: list[str] | None = None) -> AgentSettings:
     parser.add_argument(
         "--trust-user-facility", action="store_true", help="believe kernel log lines that user space wrote (for tests)"
     )
-    parser.add_argument("--lines-per-s", type=int, default=2000, help="uninteresting kernel lines let through (2000)")
+    parser.add_argument("--lines-per-s", type=int, default=200, help="uninteresting kernel lines let through (200)")
     parser.add_argument("--catalogue", type=Path, help="the catalogue of kernel lines (default: the one that came along)")
     parser.add_argument("--heartbeat-s", type=float, default=1.0)
     parser.add_argument(

@@ -34,6 +34,8 @@ _FRAME_LINES, _FRAME_BYTES = 4096, 4 << 20
 _CHUNK_BYTES = 16 << 10
 #: A line longer than this is no record of ours (data is at most 1 MiB; base64 and escapes make it longer).
 LINE_BYTES_MAX = 16 << 20
+#: Lines left out that are said one by one; the rest is counted.
+LOSSES_SAID_MAX = 10
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,200}\Z")
 
 
@@ -204,21 +206,30 @@ def read_file(path: Path, on_loss: Callable[[str], None] | None = None) -> Itera
     """The records of one file, in order. A truncated or damaged end is said to `on_loss`; what is before it is kept."""
     stream = path.name.removesuffix(SUFFIX)
     say = on_loss or _silent
-    last = 0
+    last = lost = 0
+
+    def lose(sentence: str) -> None:
+        nonlocal lost
+        lost += 1
+        if lost <= LOSSES_SAID_MAX:
+            say(sentence)
+
     try:
         for number, line in enumerate(_lines(path, say), 1):
             try:
                 found = decode(stream, line)
             except (ValueError, RecursionError) as error:
-                say(f"{path.name}: line {number} is no record ({str(error)[:120]}); it is left out")
+                lose(f"{path.name}: line {number} is no record ({str(error)[:120]}); it is left out")
                 continue
             if found.sequence <= last:
-                say(f"{path.name}: line {number} has sequence {found.sequence} after {last}; it is left out")
+                lose(f"{path.name}: line {number} has sequence {found.sequence} after {last}; it is left out")
                 continue
             last = found.sequence
             yield found
     except OSError as error:
         raise BadRecording(f"the recording {path} can't be read: {error.strerror}") from None
+    if lost > LOSSES_SAID_MAX:
+        say(f"{path.name}: {lost - LOSSES_SAID_MAX} more lines are left out")
 
 
 def _lines(path: Path, say: Callable[[str], None]) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ or on disk, so a killed agent tells a line twice rather than never.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -20,9 +21,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from events.clock import NS
 from events.envelope import TEXT_MAX
 from events.hardware import EvidenceGap, KernelRecord
 from events.presence import AgentState
+from producers.file_wake import FileWake
 from producers.kernel_lines import Line, names_one_of, parse_kmsg, parse_line, printable
 from producers.log_file import Cursor, FileFollower, Hole
 from producers.observe import Desk
@@ -31,12 +34,12 @@ from producers.thinning import Batch, Thinning
 
 KMSG = "kmsg"
 PRODUCER = "kernel_log"
-#: From the first line of a batch to its sending.
-BATCH_S = 0.02
-POLL_S = 0.05
-#: Between two rounds over a file on a busy machine.
-_FILE_ROUND_S = 1.0
-_SAVE_S = 0.1
+#: From the first line of a batch to its sending; while lines that match nothing go on and on, from one batch to the next.
+BATCH_S, BATCH_NEXT_S = 0.02, 0.5
+#: Between two looks at a file: at least, and at most where the kernel tells of its changes.
+POLL_S, POLL_IDLE_S = 0.05, 1.0
+#: The cursor is saved this long after a batch is safe; while they go on and on, so often.
+_SAVE_S, _SAVE_NEXT_S = 0.1, 1.0
 _RECORD_BYTES_MAX = 16 * 1024
 _RECORDS_A_TURN = 512
 #: The ring's backlog at the first start is history until the ring is empty once, or this long.
@@ -59,7 +62,7 @@ class KernelLogSettings:
     """`trust_user_facility`: believe what user space wrote into the log (tests only)."""
 
     trust_user_facility: bool = False
-    lines_per_s: int = 2000
+    lines_per_s: int = 200
     interesting: Callable[[str], bool] = default_interesting
     #: Processes of keepstep's own here: what they cause is marked.
     own_pids: Callable[[], frozenset[int]] = frozenset
@@ -75,7 +78,7 @@ class KernelLogProducer:
         self.desk = desk
         self.settings = settings
         #: Of a file, which is looked at again and again. The kernel's ring is waited for, and that is no stall.
-        self.pulse = Pulse(_FILE_ROUND_S) if source != KMSG else None
+        self.pulse = Pulse(POLL_IDLE_S) if source != KMSG else None
         self._device = device
         digest = sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._state_path = state_dir / f"kernel-{digest}.json"
@@ -88,6 +91,7 @@ class KernelLogProducer:
         self._unsafe = 0
         self._saved_boot_ns = 0
         self._thinned_at_ns = 0
+        self._flushed_ns = self._stored_ns = 0
         # kmsg
         self._descriptor = -1
         self._last_sequence = -1
@@ -194,10 +198,17 @@ class KernelLogProducer:
 
     async def _run_file(self, cursor: Cursor | None) -> None:
         self._follower = follower = FileFollower(Path(self.source), cursor, first=self._first)
-        absent = False
+        changed = asyncio.Event()
+        wake = FileWake(Path(self.source), changed.set)
+        wake.open()
+        absent, asked = False, True
         try:
             while True:
-                self._read_file(follower)
+                wake.watch()  # before the look, so that nothing comes in between
+                changed.clear()
+                asked = asked or follower.holds_part  # which is told after a while, whole or not
+                if self._read_file(follower) and not asked:
+                    wake.missed()
                 if self.pulse is not None:
                     self.pulse.beat()
                 if not follower.more:
@@ -209,19 +220,28 @@ class KernelLogProducer:
                     absent = False
                     self._say("resumed", f"{self.source} is there now")
                 await asyncio.sleep(0 if follower.more else POLL_S)
+                asked = follower.more or changed.is_set() or not wake.trusted
+                if not asked:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_IDLE_S):
+                            asked = await changed.wait()
         finally:
             self._flush()
             self._follower = None
+            wake.close()
             follower.close()
 
-    def _read_file(self, follower: FileFollower) -> None:
-        for item in follower.poll(self.desk.clock.boot_ns()):
+    def _read_file(self, follower: FileFollower) -> bool:
+        """Whether there was anything."""
+        found = follower.poll(self.desk.clock.boot_ns())
+        for item in found:
             if isinstance(item, Hole):
                 self._gap(item.reason, -1, item.detail)
             else:
                 line = parse_line(item.raw)
                 if line is not None:
                     self._take(line, history=item.history)
+        return bool(found)
 
     # Both
 
@@ -231,7 +251,8 @@ class KernelLogProducer:
         if history and not interesting:
             return  # what went on before we were there matters only where it may explain something
         if not self._thinning.passes(interesting, now_ns):
-            self._schedule_flush()
+            if self._flush_handle is None:
+                self._schedule_flush(BATCH_NEXT_S)
             return
         record = KernelRecord(
             text=line.text,
@@ -247,7 +268,8 @@ class KernelLogProducer:
         if not self._batch.fits(record, age_ns):
             self._flush()
         self._batch.add(record, age_ns)
-        self._schedule_flush(0.0 if interesting else BATCH_S)
+        if interesting or self._flush_handle is None:
+            self._schedule_flush(0.0 if interesting else max(BATCH_S, BATCH_NEXT_S - (now_ns - self._flushed_ns) / NS))
 
     def _age_ns(self, line: Line, now_ns: int) -> int:
         """How long ago a line that was missed came. The kernel's stamps drift from other clocks, so this serves what is found on
@@ -257,7 +279,7 @@ class KernelLogProducer:
         age_ns = max(0, time.monotonic_ns() - line.since_boot_us * 1000)
         return min(age_ns, now_ns - self._saved_boot_ns) if self._saved_boot_ns else age_ns
 
-    def _schedule_flush(self, delay_s: float = BATCH_S) -> None:
+    def _schedule_flush(self, delay_s: float) -> None:
         if self._flush_handle is not None:
             if delay_s:
                 return
@@ -271,6 +293,7 @@ class KernelLogProducer:
         if self._batch.records:
             log, age_ns = self._batch.take()
             cursor = self._cursor()
+            self._flushed_ns = self.desk.clock.boot_ns()
             self._unsafe += 1
             self.desk.about_node(PRODUCER, log, age_ns=age_ns, on_safe=lambda: self._batch_safe(cursor))
         now_ns = self.desk.clock.boot_ns()
@@ -312,7 +335,8 @@ class KernelLogProducer:
     def _mark_safe(self, cursor: Any) -> None:
         self._safe_cursor = cursor
         if self._save_handle is None:
-            self._save_handle = asyncio.get_running_loop().call_later(_SAVE_S, self._save_now)
+            since_s = (self.desk.clock.boot_ns() - self._stored_ns) / NS
+            self._save_handle = asyncio.get_running_loop().call_later(max(_SAVE_S, _SAVE_NEXT_S - since_s), self._save_now)
 
     def _save_now(self) -> None:
         if self._save_handle is not None:
@@ -320,7 +344,8 @@ class KernelLogProducer:
             self._save_handle = None
         if self._safe_cursor is None or self._catching_up:
             return
-        state = {"boot_id": self.desk.boot_id, "saved_boot_ns": self.desk.clock.boot_ns(), "cursor": self._safe_cursor}
+        self._stored_ns = self.desk.clock.boot_ns()
+        state = {"boot_id": self.desk.boot_id, "saved_boot_ns": self._stored_ns, "cursor": self._safe_cursor}
         temporary = self._state_path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(state))

@@ -85,6 +85,11 @@ class FileFollower:
         return self._descriptor >= 0
 
     @property
+    def holds_part(self) -> bool:
+        """A line's beginning was read and not its end."""
+        return bool(self._partial)
+
+    @property
     def cursor(self) -> Cursor | None:
         """Up to where whole lines were handed out; None before anything was opened."""
         if self._descriptor < 0 and not self._inode:

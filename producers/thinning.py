@@ -18,7 +18,7 @@ AGE_SPAN_NS_MAX = NS
 class Thinning:
     """Up to `lines_per_s` uninteresting lines a second (a second's worth at once); the rest is counted. Interesting ones pass."""
 
-    lines_per_s: int = 2000
+    lines_per_s: int = 200
     dropped: int = 0
     _tokens: float = -1.0
     _at_ns: int = 0

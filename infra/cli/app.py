@@ -37,19 +37,19 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "keepstep"
         said = error.format_message() if hasattr(error, "format_message") else str(error)
-        errors.print(f"{where}: {clean(said)} (see {where} --help)", markup=False)
+        errors.print(f"{where}: {clean(said)} (see {where} --help)")
         sys.exit(WRONG_USE)
     except SAID as error:
-        errors.print(f"keepstep: {clean(str(error))}", markup=False)
+        errors.print(f"keepstep: {clean(str(error))}")
         sys.exit(WRONG_USE)
     except (KeyboardInterrupt, typer.Abort):
-        errors.print("keepstep: stopped", markup=False)
+        errors.print("keepstep: stopped")
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        errors.print(f"keepstep met a fault of its own: {clean(repr(error))[:300]}; the trace is in {_trace()}", markup=False)
+        errors.print(f"keepstep met a fault of its own: {clean(repr(error))[:300]}; the trace is in {_trace()}")
         sys.exit(WRONG_USE)
 
 

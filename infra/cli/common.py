@@ -27,9 +27,9 @@ from processors.policy import BadPolicy
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
 
-#: A file or pipe has no width to fit into: tables stay whole there.
-console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 180)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+#: A file or pipe has no width to fit into: tables stay whole there. What is printed is data: no markup, and no emoji (`0000:ab:00.0`).
+console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 180)
+errors = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 T = TypeVar("T")
 
@@ -76,9 +76,14 @@ def show_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+def put(text: str) -> None:
+    """A line of the result for people. It stays one line, whatever its length: a reader at a pipe counts on it."""
+    console.print(text, soft_wrap=True)
+
+
 def say(text: str) -> None:
     """A line for people, on standard error, so that standard output stays the result's."""
-    errors.print(clean(text), markup=False)
+    errors.print(clean(text))
 
 
 def clean(text: str) -> str:

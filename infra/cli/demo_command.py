@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE
-from infra.cli.common import FINE, FOUND, JsonOption, clean, console, errors, run, say, show_json
+from infra.cli.common import FINE, FOUND, JsonOption, clean, console, errors, put, run, say, show_json
 from infra.cli.operate import until_signal
 from infra.cli.reading import read_streams, replay_all, show_replay
 from infra.demo import JOB, Demo, DemoFailed, Score
@@ -99,17 +99,12 @@ def finish(demo: Demo, replayed: dict[str, Any], problem: str, as_json: bool) ->
         console.print(score_table(demo.scores))
         bins = wall_time(demo)
         total = sum(bins.values()) or 1.0
-        console.print(
-            "wall time: " + ", ".join(f"{name} {value:.1f} s ({100 * value / total:.1f}%)" for name, value in bins.items())
-        )
+        put("wall time: " + ", ".join(f"{name} {value:.1f} s ({100 * value / total:.1f}%)" for name, value in bins.items()))
         if replayed:
             show_replay(replayed)
-        console.print(
-            f"recording: {demo.recording}  (keepstep explain INCIDENT {demo.recording}; keepstep census {demo.recording})",
-            soft_wrap=True,
-        )
+        put(f"recording: {demo.recording}  (keepstep explain INCIDENT {demo.recording}; keepstep census {demo.recording})")
         for line in missed:
-            console.print(f"NOT AS IT SHOULD BE: {clean(line)}", markup=False)
+            put(f"NOT AS IT SHOULD BE: {clean(line)}")
     return FOUND if missed else FINE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +21,7 @@ from infra.cli.common import (
     UrlOption,
     address,
     author,
-    console,
+    put,
     run,
     say,
     show_json,
@@ -190,7 +191,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Print the policy in force."""
         if default:
-            console.print(default_policy_text(), markup=False)
+            sys.stdout.write(default_policy_text())
             return
         from events.job import PolicyAdopted
         from infra.pipeline import last_said
@@ -199,14 +200,14 @@ def register(app: typer.Typer) -> None:
             found = await last_said(JetStreamLog(nc, LEDGER), PolicyAdopted)
             return found.text if found else default_policy_text()
 
-        console.print(run(with_bus(address(home, url, key), "observer", work)), markup=False)
+        sys.stdout.write(run(with_bus(address(home, url, key), "observer", work)))  # as it is: it may be adopted again
 
     @policy_app.command("check")
     def policy_check(file: Path, json: JsonOption = False) -> None:
         """Say whether a policy file is valid, and its digest."""
         text = read_policy(file)
         policies.parse(text)
-        show_json({"digest": policies.digest(text)}) if json else console.print(f"valid, digest {policies.digest(text)}")
+        show_json({"digest": policies.digest(text)}) if json else put(f"valid, digest {policies.digest(text)}")
 
     @policy_app.command("adopt")
     def policy_adopt(

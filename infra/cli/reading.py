@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -28,6 +29,7 @@ from infra.cli.common import (
     clean,
     console,
     errors,
+    put,
     records_of,
     run,
     say,
@@ -99,7 +101,11 @@ def replay_all(ledger: Iterable[Record], telemetry: dict[str, Iterable[Record]])
         if observed[0].sequence != 1:
             result["signals"][stream] = {"checked": False, "why": f"kept only from sequence {observed[0].sequence} on"}
             continue
-        claims = replay_signals(detector_for(stream, records), observed, records)
+        detector = detector_for(stream, records)
+        if detector is None:
+            result["signals"][stream] = {"checked": False, "why": "the ledger holds no catalogue to judge them by"}
+            continue
+        claims = replay_signals(detector, observed, records)
         result["signals"][stream] = {
             "checked": True, "observations": claims.observations, "claims": claims.claims, "pending": claims.pending,
             "identical": claims.identical, "divergence": _plain(claims.divergence),
@@ -109,7 +115,8 @@ def replay_all(ledger: Iterable[Record], telemetry: dict[str, Iterable[Record]])
 
 
 def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
-    """The detector of a stream, with the catalogue that the ledger says was in force."""
+    """The detector of a stream, with the catalogue that the ledger says was in force; None if it says none that can be read."""
+    from processors.catalogue import BadCatalogue
     from processors.catalogue import parse as parse_catalogue
     from processors.job import job_detector
     from processors.node import node_detector
@@ -119,8 +126,12 @@ def detector_for(stream: str, ledger: Iterable[Record]) -> Any:
     text = ""
     for record in ledger:
         if record.subject.endswith(".catalogue_adopted"):
-            text = parse(record.data).data.text
-    return node_detector(parse_catalogue(text, examples=False))
+            with contextlib.suppress(Malformed):
+                text = parse(record.data).data.text
+    try:
+        return node_detector(parse_catalogue(text, examples=False))
+    except BadCatalogue:
+        return None
 
 
 def _plain(value: Any) -> Any:
@@ -133,29 +144,22 @@ def show_replay(result: dict[str, Any]) -> None:
     """The replay's result for people; the last line is the one that counts."""
     found = result["divergence"]
     if found:
-        console.print(f"LEDGER sequence {found['sequence']}: {found['why']}", markup=False)
-        console.print(f"  recorded: {clean(found['recorded'])[:2000]}", markup=False)
-        console.print(f"  derived:  {clean(found['derived'])[:2000] or '(nothing)'}", markup=False)
+        put(f"LEDGER sequence {found['sequence']}: {found['why']}")
+        put(f"  recorded: {clean(found['recorded'])[:2000]}")
+        put(f"  derived:  {clean(found['derived'])[:2000] or '(nothing)'}")
     for stream, stage in result["signals"].items():
         if not stage["checked"]:
-            console.print(f"signals of {stream}: not checked ({stage['why']})", markup=False)
+            put(f"signals of {stream}: not checked ({stage['why']})")
         elif stage["divergence"]:
             gap = stage["divergence"]
-            console.print(f"signals of {stream}: the first of {gap['key']} that differs", markup=False)
-            console.print(
-                f"  recorded: {clean(gap['recorded'])[:2000]}\n  derived:  {clean(gap['derived'])[:2000] or '(nothing)'}",
-                markup=False,
-            )
+            put(f"signals of {stream}: the first of {gap['key']} that differs")
+            put(f"  recorded: {clean(gap['recorded'])[:2000]}\n  derived:  {clean(gap['derived'])[:2000] or '(nothing)'}")
         else:
-            console.print(
-                f"signals of {stream}: {stage['claims']} of {stage['observations']} observations, identical", markup=False
-            )
+            put(f"signals of {stream}: {stage['claims']} of {stage['observations']} observations, identical")
     if result["unread"]:
-        console.print(
-            f"{len(result['unread'])} records could not be read and were passed over, as the decider did", markup=False
-        )
+        put(f"{len(result['unread'])} records could not be read and were passed over, as the decider did")
     verdict = "identical" if result["identical"] else "NOT identical"
-    console.print(f"replay: {result['decisions']} decisions, digest {result['digest']}, {verdict}", markup=False)
+    put(f"replay: {result['decisions']} decisions, digest {result['digest']}, {verdict}")
 
 
 def register(app: typer.Typer) -> None:
@@ -194,10 +198,7 @@ def register(app: typer.Typer) -> None:
             show_json(telling.to_json(found, story))
             return
         for line in story:
-            console.print(
-                f"{text_of(line.time_ns)[11:23]} {line.offset_s:+9.2f} s  {clean(line.who):<10} {clean(line.text)}",
-                markup=False,
-            )
+            put(f"{text_of(line.time_ns)[11:23]} {line.offset_s:+9.2f} s  {clean(line.who):<10} {clean(line.text)}")
 
     @app.command()
     def census(
@@ -211,6 +212,8 @@ def register(app: typer.Typer) -> None:
         found = read_streams(address(home, url, key), recording, (LEDGER, TELEMETRY_JOB))
         try:
             ledger = list(found[LEDGER])
+            if not ledger:
+                raise Refused("the ledger is empty: nothing was decided, so there is nothing to count")
             con = counting.load(ledger, wall_bins(ledger, found[TELEMETRY_JOB]))
             if sql:
                 answer = counting.run_sql(con, sql)
@@ -358,7 +361,7 @@ def _show_status(watch: Watch, heard: dict[str, int], as_json: bool) -> None:
             }
         )
     else:
-        console.print(f"policy {fleet.policy_digest}, mode {fleet.policy.mode}" + (", HOLD stands" if fleet.holds else ""))
+        put(f"policy {fleet.policy_digest}, mode {fleet.policy.mode}" + (", HOLD stands" if fleet.holds else ""))
         table = Table("job", "state", "attempt", "step", "nodes", "standbys", "evicted")
         for j in jobs:
             table.add_row(
@@ -377,11 +380,10 @@ def _show_status(watch: Watch, heard: dict[str, int], as_json: bool) -> None:
             )
         console.print(table if jobs else "no job is declared; start one with `keepstep run`")
         for node, age in sorted(heard.items()):
-            console.print(f"agent {clean(node)}: heard {age} s ago" + ("  NOT HEARD" if node in lost else ""), markup=False)
+            put(f"agent {clean(node)}: heard {age} s ago" + ("  NOT HEARD" if node in lost else ""))
         for i in incidents:
-            console.print(
-                f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}",
-                markup=False,
+            put(
+                f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}"
             )
     raise typer.Exit(FOUND if incidents or lost else 0)
 
@@ -427,7 +429,7 @@ def _show_record(item: Record, as_json: bool) -> None:
         if as_json:
             show_json({"stream": item.stream, "sequence": item.sequence, "subject": item.subject, "malformed": str(error)})
         else:
-            console.print(f"{text_of(item.time_ns)} {clean(item.subject)} malformed: {clean(str(error))}", markup=False)
+            put(f"{text_of(item.time_ns)} {clean(item.subject)} malformed: {clean(str(error))}")
         return
     if as_json:
         show_json(
@@ -443,11 +445,8 @@ def _show_record(item: Record, as_json: bool) -> None:
     facts = event.data.model_dump(mode="json", exclude_defaults=True)
     for noise in ("trigger", "ledger_digest", "policy_digest", "catalogue_digest", "code_version"):
         facts.pop(noise, None)
-    text = " ".join(f"{name}={value}" for name, value in facts.items())
-    console.print(
-        f"{text_of(item.time_ns)[11:23]} {clean(event.job or event.subject)} {event.data.kind()} {clean(text)[:400]}",
-        markup=False,
-    )
+    text = " ".join(f"{name}={value}" for name, value in facts.items()).replace("\n", "\\n")
+    put(f"{text_of(item.time_ns)[11:23]} {clean(event.job or event.subject)} {event.data.kind()} {clean(text)[:400]}")
 
 
 def _what_if(ledger: list[Record], policy: Path, as_json: bool) -> None:
@@ -459,10 +458,9 @@ def _what_if(ledger: list[Record], policy: Path, as_json: bool) -> None:
         show_json(result)
         return
     for line in result["only_recorded"]:
-        console.print(f"- {clean(line)}", markup=False)
+        put(f"- {clean(line)}")
     for line in result["only_what_if"]:
-        console.print(f"+ {clean(line)}", markup=False)
-    console.print(
-        f"what if: {result['recorded']} decisions were made, {result['what_if']} would have been, {result['same']} are the same",
-        markup=False,
+        put(f"+ {clean(line)}")
+    put(
+        f"what if: {result['recorded']} decisions were made, {result['what_if']} would have been, {result['same']} are the same"
     )

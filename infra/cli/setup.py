@@ -16,7 +16,7 @@ from infra.cli.common import (
     UrlOption,
     address,
     author,
-    console,
+    put,
     run,
     say,
     show_json,
@@ -69,7 +69,7 @@ def register(app: typer.Typer) -> None:
             )
             return
         for key in made:
-            console.print(f"{key.identity.user}  {key.public_key}  {key.seed_file}", markup=False)
+            put(f"{key.identity.user}  {key.public_key}  {key.seed_file}")
         say(f"put the server's side into its configuration: {config}" if config else "see --config for the server's side")
 
     @app.command()

@@ -1,0 +1,68 @@
+"""What the command line prints, of recordings and of text that comes from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
+from infra.cli import common, reading
+from infra.cli.app import app
+from infra.cli.common import Refused
+from infra.pipeline import default_policy_text
+from infra.recording import LOSSES_SAID_MAX, StreamWriter, read_stream
+from processors.policy import BadPolicy, parse
+
+
+def recording(folder: Path, *, of_ledger: int = 1) -> Path:
+    for stream, count in ((LEDGER, of_ledger), (TELEMETRY_NODE, 1), (TELEMETRY_JOB, 1)):
+        with StreamWriter(folder, stream) as writer:
+            for sequence in range(1, count + 1):
+                writer.write(Record(stream, sequence, sequence, f"ledger.x.operator.k{sequence}", b"{}", {}))
+    return folder
+
+
+def test_what_is_printed_is_data_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "GPU 0000:ab:00.0 [/red] [bold] " + "x" * 500
+    common.put(text)
+    common.say(text)
+    assert capsys.readouterr() == (text + "\n", text + "\n")
+
+
+def test_a_query_may_answer_with_brackets_and_colons(tmp_path: Path) -> None:
+    sql = """select '[/red] 0000:ab:00.0' as "[/y]" """
+    done = CliRunner().invoke(app, ["census", str(recording(tmp_path)), "--sql", sql])
+    assert done.exit_code == 0 and "[/red] 0000:ab:00.0" in done.output and "[/y]" in done.output
+
+
+def test_the_policy_is_shown_as_it_is() -> None:
+    assert CliRunner().invoke(app, ["policy", "show", "--default"]).output == default_policy_text()
+
+
+def test_a_ledger_without_a_catalogue_is_replayed_and_its_signals_are_not_checked(tmp_path: Path) -> None:
+    folder = recording(tmp_path)
+    result = reading.replay_all(read_stream(folder, LEDGER), {TELEMETRY_NODE: read_stream(folder, TELEMETRY_NODE)})
+    assert result["signals"] == {TELEMETRY_NODE: {"checked": False, "why": "the ledger holds no catalogue to judge them by"}}
+
+
+def test_nothing_is_counted_of_what_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(b"no recording")
+    for path in (recording(tmp_path / "empty", of_ledger=0), tmp_path / "cut"):
+        done = CliRunner().invoke(app, ["census", str(path)])
+        assert isinstance(done.exception, Refused) and "the ledger is empty" in str(done.exception)
+
+
+def test_many_lost_lines_are_counted(tmp_path: Path) -> None:
+    file = recording(tmp_path, of_ledger=500) / f"{LEDGER}.jsonl.zst"
+    file.write_bytes(file.read_bytes() * 2)
+    said: list[str] = []
+    assert len(list(read_stream(tmp_path, LEDGER, said.append))) == 500
+    assert len(said) == LOSSES_SAID_MAX + 1 and said[-1].endswith(f"{500 - LOSSES_SAID_MAX} more lines are left out")
+
+
+@pytest.mark.parametrize("text", ["mode: observe\nmode: auto\n", "rules:\n  evict_named: approve\n  evict_named: auto\n"])
+def test_a_policy_that_says_a_thing_twice_is_refused(text: str) -> None:
+    with pytest.raises(BadPolicy, match=r"line [23].*stands twice"):
+        parse(text)
