@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
+from infra.cli import app as frame
 from infra.cli import common, reading
 from infra.cli.app import app
 from infra.cli.common import Refused
@@ -66,3 +68,38 @@ def test_many_lost_lines_are_counted(tmp_path: Path) -> None:
 def test_a_policy_that_says_a_thing_twice_is_refused(text: str) -> None:
     with pytest.raises(BadPolicy, match=r"line [23].*stands twice"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "keepstep: /x: Permission denied; it can't go on like this"),
+        (OSError(errno.ENOSPC, "No space left on device"), "keepstep: No space left on device; it can't go on like this"),
+        (
+            OSError("what"),
+            "keepstep met a fault of its own: OSError('what'); the trace is in no file (No space left on device)",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(
+    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(**_: object) -> None:
+        raise error
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(frame, "app", refuses)
+    monkeypatch.setattr(frame.tempfile, "mkstemp", full)
+    with pytest.raises(SystemExit) as end:
+        frame.main()
+    assert end.value.code == 2 and capsys.readouterr().err == said + "\n"
+
+
+def test_nodes_have_names_of_their_own(tmp_path: Path) -> None:
+    for names, said in ((["a", "a"], "named twice"), ([""], "needs a name")):
+        options = [word for name in names for word in ("--node", name)]
+        done = CliRunner().invoke(app, ["up", "--home", str(tmp_path), *options])
+        assert isinstance(done.exception, Refused) and said in str(done.exception)
+    assert not list(tmp_path.iterdir())

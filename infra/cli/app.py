@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
 import traceback
-from pathlib import Path
+from typing import NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -48,13 +49,31 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except Exception as error:
-        errors.print(f"keepstep met a fault of its own: {clean(repr(error))[:300]}; the trace is in {_trace()}")
+    except OSError as error:
+        if not error.strerror or not (error.filename or error.errno in NO_ROOM):
+            _own_fault(error)
+        place = f"{clean(str(error.filename))[:200]}: " if error.filename else ""
+        errors.print(f"keepstep: {place}{error.strerror}; it can't go on like this")
         sys.exit(WRONG_USE)
+    except Exception as error:
+        _own_fault(error)
 
 
-def _trace() -> Path:
-    handle, name = tempfile.mkstemp(prefix="keepstep-fault-", suffix=".txt")
-    with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(traceback.format_exc())
-    return Path(name)
+#: Errors of the system that name no file: the disk or the quota is full, the file too large, too many are open.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+
+
+def _own_fault(error: Exception) -> NoReturn:
+    errors.print(f"keepstep met a fault of its own: {clean(repr(error))[:300]}; the trace is in {_trace()}")
+    sys.exit(WRONG_USE)
+
+
+def _trace() -> str:
+    """Where the trace lies; with no room for it, that."""
+    try:
+        handle, name = tempfile.mkstemp(prefix="keepstep-fault-", suffix=".txt")
+        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(traceback.format_exc())
+    except OSError as error:
+        return f"no file ({error.strerror})"
+    return name

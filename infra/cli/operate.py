@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +19,7 @@ from events.action import OutcomeRecorded
 from events.decision import DecisionMade
 from events.job import JobDeclared, Place
 from events.ports import LEDGER
+from events.subjects import token
 from infra.bus import BusClient
 from infra.cli.common import (
     FINE,
@@ -100,6 +101,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Run the embedded bus, the processors, the actuators and this host's agent, until stopped. Ranks go on without it."""
         names = node or node_names(nodes)
+        check_names(names)
         places = topology_of(topology) if topology else None
         pipeline = Pipeline(
             Home.default(home),
@@ -200,6 +202,7 @@ class JobSpec:
         self.topology = topology_of(topology) if topology else None
         self.places = [place(text) for text in node or ()]
         self.spares = [place(text) for text in spare or ()]
+        check_names([p.node for p in (*self.places, *self.spares)])
         self.nodes, self.standbys = len(self.places) or nodes, len(self.spares) or standbys
         self.ranks_per_node, self.tp, self.pp, self.revision, self.backend = ranks_per_node, tp, pp, revision, backend
         world = self.nodes * ranks_per_node
@@ -283,6 +286,17 @@ class JobSpec:
                     f"{self.wanted} agents are needed and {len(free)} are heard and free ({', '.join(free) or 'none'}); start more with `keepstep up --nodes {self.wanted}` or `keepstep agent` on each host"
                 )
             await asyncio.sleep(0.3)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises Refused, BadName."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Refused(f"the node {twice!r} is named twice; each agent has a name of its own")
+    for name in names:
+        if not name:
+            raise Refused("a node needs a name: NAME, or NAME@RACK/SWITCH#SERIAL")
+        token(name)
 
 
 def node_of(job: object) -> list[str]:

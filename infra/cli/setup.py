@@ -46,6 +46,8 @@ def register(app: typer.Typer) -> None:
         wrong = [name for name in role or () if name not in ROLES]
         if wrong:
             raise Refused(f"there is no role {wrong[0]!r}; there are: {', '.join(ROLES)}")
+        if "" in (node or ()):
+            raise Refused("a node needs a name; give another --node")
         identities = [identity_of(role_name=name) for name in (role or (() if node else ROLES))]
         identities += [identity_of(node_name=name) for name in node or ()]
         try:
