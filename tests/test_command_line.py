@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def recording(folder: Path, *, of_ledger: int = 1) -> Path:
             for sequence in range(1, count + 1):
                 writer.write(Record(stream, sequence, sequence, f"ledger.x.operator.k{sequence}", b"{}", {}))
     return folder
+
+
+def refused_by(make: Callable[[], object]) -> Exception:
+    try:
+        make()
+    except ValueError as error:
+        return error
+    raise AssertionError
 
 
 def test_what_is_printed_is_data_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +91,7 @@ def test_a_policy_that_says_a_thing_twice_is_refused(text: str) -> None:
     ],
 )
 def test_what_the_system_refuses_is_one_sentence(
-    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuses(**_: object) -> None:
         raise error

@@ -10,6 +10,7 @@ import traceback
 from typing import NoReturn
 
 import typer
+from pydantic import ValidationError
 from typer.exceptions import TyperException
 
 from infra.cli import classify, demo_command, doctor_command, operate, operator, reading, setup, topology
@@ -42,6 +43,10 @@ def main() -> None:
         sys.exit(WRONG_USE)
     except SAID as error:
         errors.print(f"keepstep: {clean(str(error))}")
+        sys.exit(WRONG_USE)
+    except ValidationError as error:  # a word of the user's that no event can hold
+        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors.print(f"keepstep: {'.'.join(map(str, found['loc']))}: {clean(found['msg'])}")
         sys.exit(WRONG_USE)
     except (KeyboardInterrupt, typer.Abort):
         errors.print("keepstep: stopped")

@@ -36,6 +36,9 @@ from infra.watch import Watch
 from processors import policy as policies
 from processors.fleet import Fleet
 
+#: Ten years: what lies beyond it has no time that an event can hold.
+HOLD_MINUTES_MAX = 10 * 366 * 24 * 60.0
+
 Reason = Annotated[str, typer.Option("--reason", help="Why; it is recorded with your name")]
 
 
@@ -104,7 +107,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def hold(
         reason: Reason, job: Annotated[str, typer.Argument(help="One job; without it the whole fleet")] = "",
-        minutes: Annotated[float, typer.Option("--for", min=0, help="Minutes until it ends by itself; 0: until released")] = 0,
+        minutes: Annotated[float, typer.Option("--for", min=0, max=HOLD_MINUTES_MAX, help="Minutes until it ends by itself; 0: until released")] = 0,
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Kill switch: from now on no action starts, for the fleet or for one job. Decisions are still made, and recorded as held."""
