@@ -276,11 +276,19 @@ def _code(answer: Mapping[str, Any]) -> int:
     return int((answer.get("error") or {}).get("err_code", 0))
 
 
+#: JetStream's code for "insufficient storage resources available".
+_NO_ROOM = 10047
+
+
 def _raise_for(answer: Mapping[str, Any], what: str) -> None:
     error = answer.get("error")
     if error:
         if int(error.get("code", 0)) == 503:
             raise LogUnavailable(f"{what}: {error.get('description')}")
+        if int(error.get("err_code", 0)) == _NO_ROOM:
+            raise StreamProblem(
+                f"{what}: the bus's disk has too little room; each stream of observations may take {Limits().telemetry_bytes >> 30} GiB"
+            )
         raise StreamProblem(f"{what}: {error.get('description', error)} ({error.get('err_code', '?')})")
 
 

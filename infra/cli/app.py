@@ -10,6 +10,7 @@ import traceback
 from typing import NoReturn
 
 import typer
+from nats.errors import Error as NatsError
 from pydantic import ValidationError
 from typer.exceptions import TyperException
 
@@ -54,6 +55,10 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except NatsError as error:
+        said = getattr(error, "description", None) or str(error).removeprefix("nats: ") or type(error).__name__
+        errors.print(f"keepstep: the bus could not do it: {clean(said)[:300]}; see its server log, and the room on its disk")
+        sys.exit(WRONG_USE)
     except OSError as error:
         if not error.strerror or not (error.filename or error.errno in NO_ROOM):
             _own_fault(error)
