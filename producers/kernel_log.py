@@ -26,7 +26,7 @@ from events.envelope import TEXT_MAX
 from events.hardware import EvidenceGap, KernelRecord
 from events.presence import AgentState
 from producers.file_wake import FileWake
-from producers.kernel_lines import Line, names_one_of, parse_kmsg, parse_line, printable
+from producers.kernel_lines import Line, names_one_of, parse_kmsg, parse_line, printable, short_host
 from producers.log_file import Cursor, FileFollower, Hole
 from producers.observe import Desk
 from producers.supervise import Pulse
@@ -66,6 +66,9 @@ class KernelLogSettings:
     interesting: Callable[[str], bool] = default_interesting
     #: Processes of keepstep's own here: what they cause is marked.
     own_pids: Callable[[], frozenset[int]] = frozenset
+    #: Names of this machine. A line of syslog's that names another host is hearsay here: a file may collect the lines of many. None given:
+    #: every line is taken for this machine's.
+    hosts: frozenset[str] = frozenset()
 
 
 class KernelLogProducer:
@@ -260,7 +263,7 @@ class KernelLogProducer:
             facility=line.facility,
             sequence=line.sequence,
             since_boot_us=line.since_boot_us,
-            hearsay=line.facility != 0 and not self.settings.trust_user_facility,
+            hearsay=self._from_elsewhere(line) or (line.facility != 0 and not self.settings.trust_user_facility),
             history=history,
             own=interesting and names_one_of(line.text, self.settings.own_pids()),
         )
@@ -270,6 +273,9 @@ class KernelLogProducer:
         self._batch.add(record, age_ns)
         if interesting or self._flush_handle is None:
             self._schedule_flush(0.0 if interesting else max(BATCH_S, BATCH_NEXT_S - (now_ns - self._flushed_ns) / NS))
+
+    def _from_elsewhere(self, line: Line) -> bool:
+        return bool(line.host and self.settings.hosts) and short_host(line.host) not in self.settings.hosts
 
     def _age_ns(self, line: Line, now_ns: int) -> int:
         """How long ago a line that was missed came. The kernel's stamps drift from other clocks, so this serves what is found on

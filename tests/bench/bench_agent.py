@@ -24,7 +24,7 @@ SECONDS = float(os.environ.get("KEEPSTEP_BENCH_AGENT_S", "60"))
 SETTLE_S = 15.0
 CPU_BOUND, MEMORY_BOUND_MB, NOISE_BOUND = 1.0, 150.0, 3.0
 NOISE_BYTES_PER_S = 64 * 1024
-#: What a busy host's kernel says all day: nothing that the catalogue knows.
+#: What a busy host's kernel says all day: nothing that the catalogue could know.
 CHATTER = (
     'audit: type=1400 audit({n}): apparmor="ALLOWED" operation="open" profile="/usr/sbin/x" pid={n} comm="x"',
     "docker0: port {n}(veth{n:07x}) entered forwarding state",
@@ -32,8 +32,10 @@ CHATTER = (
     "systemd-journald[{n}]: Received client request to rotate journal, rotating.",
     "perf: interrupt took too long ({n} > 2500), lowering kernel.perf_event_max_sample_rate to 79000",
     "device veth{n:07x} left promiscuous mode",
-    "nvidia-uvm: Loaded the UVM driver, major device number {n}.",
+    "veth{n:07x}: renamed from eth0",
 )
+#: One line in a hundred names what a fault would name, and so can't be left out.
+COULD_MATCH, ONE_IN = "nvidia-uvm: Loaded the UVM driver, major device number {n}.", 100
 
 
 async def main() -> None:
@@ -89,7 +91,8 @@ async def _noise(log: Path) -> AsyncIterator[list[int]]:
         with log.open("a", buffering=1 << 20) as file:
             while True:
                 while written[1] < (loop.time() - began_s + 0.1) * NOISE_BYTES_PER_S:
-                    line = f"<6>{pick.choice(CHATTER).format(n=pick.randrange(100, 60000))}\n"
+                    text = pick.choice(CHATTER) if written[0] % ONE_IN else COULD_MATCH
+                    line = f"<6>{text.format(n=pick.randrange(100, 60000))}\n"
                     file.write(line)
                     written[0] += 1
                     written[1] += len(line)
