@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from infra.agent_settings import AgentSettings, BadSettings, arguments, check
 from producers import host_config, rank_exits
 from producers.heartbeat import HeartbeatProducer
 from producers.host import HostProducer, HostSettings
+from producers.kernel_lines import short_host
 from producers.kernel_log import KernelLogProducer, KernelLogSettings
 from producers.nic import NicProducer, NicSettings
 from producers.nvml import NvmlProducer
@@ -105,7 +107,10 @@ class Agent:
             address=settings.address,
             grace_s=settings.stop_grace_s,
         )
-        kernel = KernelLogSettings(settings.trust_user_facility, settings.lines_per_s, settings.interesting, self._own_pids)
+        hosts = frozenset(short_host(name) for name in (settings.node, socket.gethostname(), "localhost"))
+        kernel = KernelLogSettings(
+            settings.trust_user_facility, settings.lines_per_s, settings.interesting, self._own_pids, hosts
+        )
         self.kernel_logs = [KernelLogProducer(source, self.desk, state_dir, kernel) for source in settings.kernel_logs]
         self.heartbeat = HeartbeatProducer(
             self.desk, self._current, self.host.processes, self.host.parked, interval_s=settings.heartbeat_s

@@ -84,6 +84,11 @@ _RFC5424 = re.compile(
 )
 
 
+def short_host(name: str) -> str:
+    """A host's name as it is compared: short and in lower case (`GPU-001.site.example` and `gpu-001` are one)."""
+    return name.split(".", 1)[0].lower()
+
+
 def parse_kmsg(record: bytes) -> Line | None:
     """One record as read from /dev/kmsg: `prefix;text`, then lines ` KEY=value` (its dictionary), which are left out. None if it
     is no such record."""

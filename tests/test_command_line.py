@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from infra.cli.common import Refused
 from infra.pipeline import default_policy_text
 from infra.recording import LOSSES_SAID_MAX, StreamWriter, read_stream
 from processors.policy import BadPolicy, parse
+from tests.golden.make import HERE
+from tests.golden.make import read as golden
 
 
 def recording(folder: Path, *, of_ledger: int = 1) -> Path:
@@ -112,3 +115,18 @@ def test_nodes_have_names_of_their_own(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["up", "--home", str(tmp_path), *options])
         assert isinstance(done.exception, Refused) and said in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_recording_is_identical_only_as_far_as_it_goes(tmp_path: Path) -> None:
+    with StreamWriter(tmp_path, LEDGER) as writer:
+        for record in golden(HERE / "rank_killed.jsonl"):
+            writer.write(record)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert (done.exit_code, done.stdout.rstrip().rpartition(", ")[2]) == (0, "identical"), done.output
+    with open(writer.path, "r+b") as file:
+        file.truncate(writer.path.stat().st_size - 20)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--json"])
+    said = json.loads(done.stdout)
+    assert (done.exit_code, said["identical"], len(said["losses"])) == (1, True, 1)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert done.stdout.rstrip().endswith("identical as far as it goes: the recording is damaged")

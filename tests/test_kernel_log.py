@@ -385,6 +385,17 @@ async def test_from_a_file_to_an_event(tmp_path: Path) -> None:
     assert numbers == list(range(1, len(numbers) + 1)) and len({event.source for event in kept.events}) == 1
 
 
+async def test_a_file_of_many_hosts_speaks_for_this_one_alone(tmp_path: Path) -> None:
+    kept, path = Kept(), tmp_path / "log"
+    put(path, "")
+    async with following(str(path), kept, tmp_path, hosts=frozenset({"gpu-1", "localhost"})):
+        for host in ("gpu-1", "GPU-1.site.example", "localhost", "gpu-10", "gpu-2.site.example"):
+            put(path, f"Mar  3 12:00:00 {host} kernel: {XID}\n")
+        put(path, f"[    1.000000] {XID}\n")
+        await until(lambda: len(kept.records()) == 6)
+    assert [r.hearsay for r in kept.records()] == [False, False, False, True, True, False]
+
+
 async def test_a_new_start_repeats_nothing_and_misses_nothing(tmp_path: Path) -> None:
     kept, path = Kept(), tmp_path / "log"
     put(path, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,12 +68,14 @@ async def _all(nc: BusClient, stream: str) -> list[Record]:
     return found
 
 
-def read_streams(where: Address, recording: Path | None, streams: Sequence[str]) -> dict[str, Iterable[Record]]:
-    """The named streams whole, from a recording or from the bus."""
+def read_streams(
+    where: Address, recording: Path | None, streams: Sequence[str], on_loss: Callable[[str], None] = say
+) -> dict[str, Iterable[Record]]:
+    """The named streams whole, from a recording or from the bus. `on_loss`: a sentence for each place where a recording is damaged."""
     if recording is not None:
         if recording.is_file():
-            return {stream: records_of(recording, stream, say) if stream == LEDGER else [] for stream in streams}
-        return {stream: records_of(recording, stream, say) for stream in streams}
+            return {stream: records_of(recording, stream, on_loss) if stream == LEDGER else [] for stream in streams}
+        return {stream: records_of(recording, stream, on_loss) for stream in streams}
 
     async def work(nc: BusClient) -> dict[str, Iterable[Record]]:
         return {stream: await _all(nc, stream) for stream in streams}
@@ -159,6 +161,8 @@ def show_replay(result: dict[str, Any]) -> None:
     if result["unread"]:
         put(f"{len(result['unread'])} records could not be read and were passed over, as the decider did")
     verdict = "identical" if result["identical"] else "NOT identical"
+    if result.get("losses"):
+        verdict += " as far as it goes: the recording is damaged"
     put(f"replay: {result['decisions']} decisions, digest {result['digest']}, {verdict}")
 
 
@@ -168,17 +172,24 @@ def register(app: typer.Typer) -> None:
         recording: Recording = None, policy: Annotated[Path | None, typer.Option("--policy", help="What if this policy had been in force instead")] = None,
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
-        """Decide everything again from the log and compare byte for byte. Exits with 1 on a difference, and shows the first."""
-        found = read_streams(address(home, url, key), recording, (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB))
+        """Decide everything again from the log and compare byte for byte. Exits with 1 on a difference, and shows the first; and where the
+        recording is damaged, since what it lost was not compared."""
+        losses: list[str] = []
+
+        def lost(sentence: str) -> None:
+            losses.append(sentence)
+            say(sentence)
+
+        found = read_streams(address(home, url, key), recording, (LEDGER, TELEMETRY_NODE, TELEMETRY_JOB), lost)
         ledger = list(found.pop(LEDGER))
         if not ledger:
             raise Refused("the ledger is empty: nothing was decided, so there is nothing to replay")
         if policy is not None:
             _what_if(ledger, policy, json)
             return
-        result = replay_all(ledger, found)
+        result = {**replay_all(ledger, found), "losses": losses}
         show_json(result) if json else show_replay(result)
-        raise typer.Exit(0 if result["identical"] else FOUND)
+        raise typer.Exit(0 if result["identical"] and not losses else FOUND)
 
     @app.command()
     def explain(
