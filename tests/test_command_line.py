@@ -121,12 +121,12 @@ def test_a_damaged_recording_is_identical_only_as_far_as_it_goes(tmp_path: Path)
     with StreamWriter(tmp_path, LEDGER) as writer:
         for record in golden(HERE / "rank_killed.jsonl"):
             writer.write(record)
-    done = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    done = CliRunner().invoke(app, ["replay", str(writer.path)])
     assert (done.exit_code, done.stdout.rstrip().rpartition(", ")[2]) == (0, "identical"), done.output
     with open(writer.path, "r+b") as file:
         file.truncate(writer.path.stat().st_size - 20)
-    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--json"])
+    done = CliRunner().invoke(app, ["replay", str(writer.path), "--json"])
     said = json.loads(done.stdout)
     assert (done.exit_code, said["identical"], len(said["losses"])) == (1, True, 1)
-    done = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    done = CliRunner().invoke(app, ["replay", str(writer.path)])
     assert done.stdout.rstrip().endswith("identical as far as it goes: the recording is damaged")
