@@ -34,7 +34,8 @@ _XID = re.compile(r"(?<![A-Za-z])Xid \((?:PCI:)?(?P<device>[0-9A-Fa-f:.]{4,20})(
 #: Other programs that name one: `Xid=79`, `XID 79`, `Xid error: 79`, `XID errors found: 48`.
 _XID_TOLD = re.compile(
     r"(?:GPU|NVRM|NVIDIA|DCGM|device|critical|health).{0,120}?\bX(?:id|ID)(?: ?(?:errors?|codes?|events?|errors? found))?\s{0,2}[:=#]?\s{0,2}(?P<xid>\d{1,3})\b(?![.:]\d)"
-    r"|\bX(?:id|ID)(?: ?(?:errors?|codes?|events?))?\s{0,2}[:=#]?\s{0,2}(?P<xid2>\d{1,3})\b(?![.:]\d).{0,160}?(?:GPU|NVRM|NVIDIA|nvlink|device)",
+    r"|\bX(?:id|ID)(?: ?(?:errors?|codes?|events?))?\s{0,2}[:=#]?\s{0,2}(?P<xid2>\d{1,3})\b(?![.:]\d).{0,160}?(?:GPU|NVRM|NVIDIA|nvlink|device)"
+    r"|\bX(?:id|ID)\b[^\d\n]{0,40}\b[Cc]ode\s?[=:]\s?(?P<xid3>\d{1,3})\b(?![.:]\d)",
 )
 _PCI = re.compile(
     r"(?:(?P<domain>[0-9A-Fa-f]{4,8}):)?(?P<bus>[0-9A-Fa-f]{2}):(?P<device>[0-9A-Fa-f]{2})(?:\.(?P<function>[0-7]))?"
@@ -192,6 +193,7 @@ class Catalogue:
         risen = risen if risen is not None else Risen()
         best: Finding | None = None
         best_key: tuple[int, ...] = ()
+        devices: dict[str, Finding] = {}
         named, since = "", 0
         parts = text.split("\n", LINES_MAX)[:LINES_MAX]
         for i, part in enumerate(parts):
@@ -203,6 +205,8 @@ class Catalogue:
                 continue
             if not one.device and named and i - since <= 3:
                 one = Finding(one.row, one.xid, pci_address(named), named, one.code)
+            if one.device:
+                devices.setdefault(one.row.class_, one)
             key = self._sureness(one.row)
             if best is None or key < best_key:
                 best, best_key = one, key
@@ -210,6 +214,9 @@ class Catalogue:
             joined = next(self._fitting(" ".join(part.strip() for part in parts)[:LINE_CHARACTERS_MAX], None), None)
             if joined is not None and (best is None or self._sureness(joined.row) < best_key):
                 best = joined
+        if best is not None and not best.device and best.row.class_ in devices:  # another line about the same names it
+            other = devices[best.row.class_]
+            best = Finding(best.row, best.xid, other.device, other.named, best.code)
         return best
 
     def _sureness(self, row: Row) -> tuple[int, ...]:
@@ -243,11 +250,18 @@ class Catalogue:
                 yield from self._of_xid(int(match["xid"]), named, line, low)
                 return
             if told:
-                yield from self._of_xid(int(told["xid"] or told["xid2"]), "", line, low)
+                number = told["xid"] or told["xid2"] or told["xid3"]
+                yield from self._of_xid(int(number), self._pci_told(line), line, low)
         for place in places:
             row = self._plain[place]
             if self._holds(row, line, low, risen):
                 yield self._finding(row, line)
+
+    def _pci_told(self, line: str) -> str:
+        """The one PCI address of a line of another program than the driver."""
+        pattern = self._device_pattern("pci") if "pci" in self.tables.devices else None
+        match = pattern.search(line) if pattern else None
+        return (match["device"] or "") if match else ""
 
     def _of_xid(self, xid: int, named: str, line: str, low: str) -> Iterator[Finding]:
         for row in (*self._by_xid.get(xid, ()), *self._any_xid):
