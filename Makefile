@@ -22,8 +22,13 @@ $(STAMP): constraints.txt pyproject.toml keepstep/pyproject.toml infra/bin/make-
 demo: $(STAMP)
 	@.venv/bin/keepstep demo $(DEMO)
 
+# Two test files at a time; then, alone, the slow ones, which kill and freeze whole pipelines.
 test: $(STAMP)
+ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
+else
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"; quick=$$?; $(PY) -m pytest -m slow && exit $$quick
+endif
 
 lint: $(STAMP)
 	.venv/bin/ruff check .
