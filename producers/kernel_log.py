@@ -9,7 +9,6 @@ or on disk, so a killed agent tells a line twice rather than never.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -222,17 +221,29 @@ class KernelLogProducer:
                 elif follower.present and absent:
                     absent = False
                     self._say("resumed", f"{self.source} is there now")
-                await asyncio.sleep(0 if follower.more else POLL_S)
-                asked = follower.more or changed.is_set() or not wake.trusted
-                if not asked:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_IDLE_S):
-                            asked = await changed.wait()
+                asked = await self._until_asked(wake, changed, follower.more)
         finally:
             self._flush()
             self._follower = None
             wake.close()
             follower.close()
+
+    @staticmethod
+    async def _until_asked(wake: FileWake, changed: asyncio.Event, more: bool) -> bool:
+        """Until the file is to be looked at again; whether something called for it, or the clock where nothing can."""
+        if more or not wake.trusted:
+            await asyncio.sleep(0 if more else POLL_S)
+            return True
+        clock = asyncio.get_running_loop().time
+        looked_s = clock()
+        try:
+            async with asyncio.timeout(POLL_IDLE_S):
+                await changed.wait()
+        except TimeoutError:
+            return False
+        if (left_s := looked_s + POLL_S - clock()) > 0:
+            await asyncio.sleep(left_s)
+        return True
 
     def _read_file(self, follower: FileFollower) -> bool:
         """Whether there was anything."""
@@ -240,23 +251,33 @@ class KernelLogProducer:
         for item in found:
             if isinstance(item, Hole):
                 self._gap(item.reason, -1, item.detail)
-            else:
+            elif self.settings.interesting(item.raw.decode("utf-8", "replace")):
                 line = parse_line(item.raw)
                 if line is not None:
                     self._take(line, history=item.history)
+            elif self._passes(False, item.history):  # of a flood, only what passes is worth being understood
+                line = parse_line(item.raw)
+                if line is not None:
+                    self._keep(line, False, item.history)
         return bool(found)
 
     # Both
 
     def _take(self, line: Line, *, history: bool) -> None:
-        now_ns = self.desk.clock.boot_ns()
         interesting = self.settings.interesting(line.text)
+        if self._passes(interesting, history):
+            self._keep(line, interesting, history)
+
+    def _passes(self, interesting: bool, history: bool) -> bool:
         if history and not interesting:
-            return  # what went on before we were there matters only where it may explain something
-        if not self._thinning.passes(interesting, now_ns):
-            if self._flush_handle is None:
-                self._schedule_flush(BATCH_NEXT_S)
-            return
+            return False  # what went on before we were there matters only where it may explain something
+        passes = self._thinning.passes(interesting, self.desk.clock.boot_ns())
+        if not passes and self._flush_handle is None:
+            self._schedule_flush(BATCH_NEXT_S)
+        return passes
+
+    def _keep(self, line: Line, interesting: bool, history: bool) -> None:
+        now_ns = self.desk.clock.boot_ns()
         record = KernelRecord(
             text=line.text,
             priority=line.priority,
