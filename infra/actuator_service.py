@@ -34,6 +34,7 @@ from events.incident import JobFinished
 from events.ports import LEDGER, TELEMETRY_JOB, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
+from infra.tasks import ended
 
 log = logging.getLogger("keepstep.actuators")
 
@@ -320,10 +321,7 @@ async def serve(options: argparse.Namespace) -> None:
         waiting = asyncio.create_task(_term(nc, JetStreamLog, Lease(nc, "actuators", owner, on_lost=lost.set), backends))
         ends = [asyncio.create_task(stop.wait()), asyncio.create_task(lost.wait())]
         await asyncio.wait({waiting, *ends}, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
-            task.cancel()
-        waiting.cancel()
-        (result,) = await asyncio.gather(waiting, return_exceptions=True)
+        result, *_ = await ended(waiting, *ends)
         if isinstance(result, Exception):
             raise result
         if lost.is_set() and not stop.is_set():

@@ -32,6 +32,7 @@ from infra import (
 )
 from infra.agent_bus import AgentBus, Commands
 from infra.agent_settings import AgentSettings, BadSettings, arguments, check
+from infra.tasks import ended
 from producers import host_config, rank_exits
 from producers.heartbeat import HeartbeatProducer
 from producers.host import HostProducer, HostSettings
@@ -170,16 +171,13 @@ class Agent:
             await _until(stop, tasks)
         finally:
             self.desk.about_node("agent", AgentState(state="stopping", version=self.settings.version))
-            for task in tasks[1:]:
-                task.cancel()
-            await asyncio.gather(*tasks[1:], return_exceptions=True)
+            await ended(*tasks[1:])
             await self.commands.close()
             if self.rank_devices is not None:
                 await self.rank_devices.close()
             await self.host.close(leave_running=True)
             await self.outbox.close()
-            tasks[0].cancel()
-            await asyncio.gather(tasks[0], return_exceptions=True)
+            await ended(tasks[0])
 
     # What runs here
 

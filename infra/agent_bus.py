@@ -22,6 +22,7 @@ from events.ports import LogError, LogUnavailable
 from events.registry import Malformed, parse
 from infra.bus import BusClient, connect
 from infra.publisher import Failed, Publisher
+from infra.tasks import ended
 from producers.observe import Desk
 from producers.outbox import Observation, Refused
 
@@ -173,10 +174,7 @@ class Commands:
         task.add_done_callback(lambda _: self._running.pop(command.key, None))
 
     async def close(self) -> None:
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*self._running.values())
 
     async def _carry_out(self, event: AnyEvent, command: NodeCommand) -> None:
         known = self._answers.get(command.key)

@@ -26,6 +26,7 @@ from events.ports import LEDGER, EventLog, Expect, LogError, LogUnavailable, Rec
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
 from infra.embedded import EmbeddedError
+from infra.tasks import ended
 from processors.decider import Decider, Derived, is_own, timer_event
 
 log = logging.getLogger("keepstep.decider")
@@ -83,8 +84,7 @@ async def together(records: AsyncIterator[Record], most: int) -> AsyncGenerator[
             yield group
         await reading
     finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await ended(reading)
 
 
 class Recorded:
@@ -370,9 +370,7 @@ async def _until(term: Coroutine[Any, Any, None], lost: asyncio.Event) -> None:
             raise Superseded("the decider's lease is over")
         await running
     finally:
-        for task in (running, over):
-            task.cancel()
-        await asyncio.gather(running, over, return_exceptions=True)
+        await ended(running, over)
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -387,9 +385,7 @@ async def _serve(options: argparse.Namespace) -> None:
         deciding = asyncio.create_task(run_decider(nc, worker=worker))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({deciding, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (deciding, stopped):
-            task.cancel()
-        (result,) = await asyncio.gather(deciding, return_exceptions=True)
+        result, _ = await ended(deciding, stopped)
         if isinstance(result, Exception):
             raise result
     finally:

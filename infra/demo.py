@@ -26,6 +26,7 @@ from infra.home import Home
 from infra.jetstream import JetStreamLog
 from infra.pipeline import Node, Pipeline
 from infra.pipeline import say as tell
+from infra.tasks import ended
 from infra.watch import IncidentStory, Watch
 
 JOB = "demo"
@@ -142,9 +143,7 @@ class Demo:
             self.say("recording")
             with contextlib.suppress(LogError):
                 await self._record(self._nc)
-        for task in self._readers:
-            task.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await ended(*self._readers)
         if self._nc is not None:
             await self._nc.close()
         self.say("stopping")

@@ -30,6 +30,7 @@ from infra.faust_transport import FrameSchema, NatsApp, NatsSettings, quiet_faus
 from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
 from infra.partition_state import UnreadableState
+from infra.tasks import ended
 from processors.detector import Detector
 
 log = logging.getLogger("keepstep.detector")
@@ -178,7 +179,7 @@ class Worker:
             async with asyncio.timeout(STOP_S_MAX):
                 await app.stop()
         await app.transport.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
 
 async def run_detector_worker(

@@ -22,6 +22,7 @@ from events.ports import LogUnavailable
 from events.subjects import token
 from infra import clock
 from infra.streams import LEASES, Limits, api
+from infra.tasks import ended
 
 TTL_S = Limits().lease_ttl_ns / 1e9
 _WRONG_LAST = 10071
@@ -150,9 +151,7 @@ class Lease:
     async def _stop_renewing(self) -> None:
         task, self._renewing = self._renewing, None
         if task is not None and task is not asyncio.current_task():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await ended(task)
 
     def _over(self) -> None:
         self._revision = self._until_ns = 0

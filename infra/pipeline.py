@@ -26,6 +26,7 @@ from infra.keys import identity_of
 from infra.permissions import node_user
 from infra.streams import check_server, ensure_streams
 from infra.supervise import PAUSE_S_FIRST, PAUSE_S_MAX, Child, Supervisor, module
+from infra.tasks import ended
 from processors import policy as policies
 
 CONTROL = ("detector-node", "detector-job", "decider", "actuators")
@@ -138,8 +139,7 @@ class Pipeline:
         await asyncio.gather(*(self.supervisor.stop(name) for name in agents))
         await self.supervisor.stop_all()
         if self._bus_keeper is not None:
-            self._bus_keeper.cancel()
-            await asyncio.gather(self._bus_keeper, return_exceptions=True)
+            await ended(self._bus_keeper)
         if self.server is not None:
             await asyncio.to_thread(self.server.stop)
 
