@@ -76,6 +76,18 @@ class Exec:
     async def notify(self, work: Work, nodes: Nodes) -> Done:
         return await self._either(work, self.local.notify(work, nodes))
 
+    async def capture_stacks(self, work: Work, nodes: Nodes) -> Done:
+        return await self.local.capture_stacks(work, nodes)
+
+    async def diagnose(self, work: Work, nodes: Nodes) -> Done:
+        return await self.local.diagnose(work, nodes)
+
+    async def examine(self, work: Work, nodes: Nodes) -> Done:
+        return await self.local.examine(work, nodes)
+
+    async def group_test(self, work: Work, nodes: Nodes) -> Done:
+        return await self.local.group_test(work, nodes)
+
     async def finished(self, declared: JobDeclared, key: str, standbys: tuple[str, ...], nodes: Nodes) -> None:
         await self.local.finished(declared, key, standbys, nodes)
 

@@ -110,6 +110,18 @@ class Local:
         log.warning("%s", work.intent.text)
         return Done("done", "written to the actuators' log; the exec backend can page somebody")
 
+    async def capture_stacks(self, work: Work, nodes: Nodes) -> Done:
+        return Done("failed", "this version captures no stacks")
+
+    async def diagnose(self, work: Work, nodes: Nodes) -> Done:
+        return Done("failed", "this version has no tests of machines")
+
+    async def examine(self, work: Work, nodes: Nodes) -> Done:
+        return Done("failed", "this version has no tests of machines")
+
+    async def group_test(self, work: Work, nodes: Nodes) -> Done:
+        return Done("failed", "this version replays no groups")
+
     async def finished(self, declared: JobDeclared, key: str, standbys: tuple[str, ...], nodes: Nodes) -> None:
         names = dict.fromkeys((*(place.node for place in declared.nodes), *standbys))
         commands = {

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from events.action import CommandAnswered, NodeCommand, Result
 from events.decision import IntentIssued
+from events.finding import CheckResult, ReplayResult, StackRound
 from events.job import JobDeclared
 
 
@@ -28,6 +29,9 @@ class Done:
     detail: str = ""
     nodes: tuple[str, ...] = ()
     again: bool = field(default=False)
+    stacks: tuple[StackRound, ...] = ()
+    tests: tuple[CheckResult, ...] = ()
+    replays: tuple[ReplayResult, ...] = ()
 
 
 class Unanswered(Exception):
@@ -50,6 +54,10 @@ class Backend(Protocol):
     async def wake_standby(self, work: Work, nodes: Nodes) -> Done: ...
     async def start_attempt(self, work: Work, nodes: Nodes) -> Done: ...
     async def notify(self, work: Work, nodes: Nodes) -> Done: ...
+    async def capture_stacks(self, work: Work, nodes: Nodes) -> Done: ...
+    async def diagnose(self, work: Work, nodes: Nodes) -> Done: ...
+    async def examine(self, work: Work, nodes: Nodes) -> Done: ...
+    async def group_test(self, work: Work, nodes: Nodes) -> Done: ...
     async def finished(self, declared: JobDeclared, key: str, standbys: tuple[str, ...], nodes: Nodes) -> None:
         """The job is over: what was kept ready for it can go. Best effort, nothing is recorded."""
         ...
@@ -68,3 +76,11 @@ async def carry_out(backend: Backend, work: Work, nodes: Nodes) -> Done:
             return await backend.start_attempt(work, nodes)
         case "notify":
             return await backend.notify(work, nodes)
+        case "capture_stacks":
+            return await backend.capture_stacks(work, nodes)
+        case "diagnose":
+            return await backend.diagnose(work, nodes)
+        case "examine":
+            return await backend.examine(work, nodes)
+        case "group_test":
+            return await backend.group_test(work, nodes)

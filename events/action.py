@@ -8,6 +8,7 @@ from pydantic import Field
 
 from events.decision import RankPlace, Verb
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
+from events.finding import CheckResult, ProcessStack, ReplayResult, StackRound
 
 Result = Literal["done", "failed", "refused_stale", "refused_expired", "refused_held", "unreachable"]
 
@@ -33,6 +34,10 @@ class OutcomeRecorded(Fact):
     result: Result
     detail: str = Field(default="", max_length=TEXT_MAX)
     nodes: tuple[str, ...] = ()
+    #: What an examination found, by verb: capture_stacks; diagnose and examine; group_test.
+    stacks: tuple[StackRound, ...] = ()
+    tests: tuple[CheckResult, ...] = ()
+    replays: tuple[ReplayResult, ...] = ()
 
 
 class NodeCommand(Fact):
@@ -41,7 +46,7 @@ class NodeCommand(Fact):
 
     TYPE: ClassVar[str] = "keepstep.node_command.v1"
     key: str
-    verb: Literal["stop", "start", "prepare", "park", "fence"]
+    verb: Literal["stop", "start", "prepare", "park", "fence", "stacks", "diagnose", "replay"]
     job: str = Field(max_length=NAME_MAX)
     attempt: int = Field(ge=0)
     epoch: int = Field(default=0, ge=0)
@@ -57,6 +62,14 @@ class NodeCommand(Fact):
     checkpoints: str = ""
     restore: str = Field(default="", max_length=TEXT_MAX)
     graceful: bool = False
+    #: The code revision that `start`, `park` and `replay` run (empty: what lies in `directory`); `prepare` finds the newest whole
+    #: checkpoint below this step (-1: the newest of all).
+    revision: str = Field(default="", max_length=NAME_MAX)
+    restore_below_step: int = Field(default=-1, ge=-1)
+    #: diagnose: tests by name, and the time that all of them may take. `replay`: the steps to run.
+    tests: tuple[str, ...] = ()
+    within_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    steps: int = Field(default=0, ge=0)
 
 
 class CommandAnswered(Fact):
@@ -72,3 +85,6 @@ class CommandAnswered(Fact):
     address: str = ""
     restore: str = Field(default="", max_length=TEXT_MAX)
     restore_step: int = -1
+    stacks: tuple[ProcessStack, ...] = ()
+    tests: tuple[CheckResult, ...] = ()
+    replays: tuple[ReplayResult, ...] = ()

@@ -14,7 +14,9 @@ from events.job import Mode
 Rung = Literal[
     "evict", "diagnose", "reattempt", "aggregate_stacks", "roll_back", "group_test", "hand_over", "wait", "planned", "none"
 ]
-Verb = Literal["stop_attempt", "evict_node", "wake_standby", "start_attempt", "notify"]
+Verb = Literal[
+    "stop_attempt", "evict_node", "wake_standby", "start_attempt", "notify", "capture_stacks", "diagnose", "group_test", "examine"
+]  # fmt: skip
 
 
 class Decided(Fact):
@@ -121,6 +123,12 @@ class DecisionMade(Decided):
     attempt: int = Field(default=0, ge=0)
     because: str = Field(max_length=TEXT_MAX)
     vetoed: Literal["", "budget", "no_standby", "hold"] = ""
+    #: Of an eviction of a parallel group: which (`pp 3`), and how many machines it has.
+    group: str = Field(default="", max_length=NAME_MAX)
+    group_size: int = Field(default=0, ge=0)
+    #: Of a rollback, the revision that is gone back to; of any restart, the step below which it restores (-1: the newest).
+    revision: str = Field(default="", max_length=NAME_MAX)
+    restore_below_step: int = Field(default=-1, ge=-1)
     policy_digest: str
     catalogue_digest: str
     code_version: str
@@ -153,6 +161,19 @@ class IntentIssued(Decided):
     graceful: bool = False
     text: str = Field(default="", max_length=TEXT_MAX)
     expires_ns: int = Field(ge=0)
+    #: capture_stacks: so many times, so far apart.
+    rounds: int = Field(default=1, ge=1, le=100)
+    every_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    #: diagnose, examine: tests by name, in order, and the time that they may take together.
+    tests: tuple[str, ...] = ()
+    within_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    #: group_test: the machines of each group, phase by phase, and the steps of a replay.
+    groups: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    steps: int = Field(default=0, ge=0)
+    #: start_attempt, group_test: the code revision that is run (empty: what lies in the job's directory), and the newest whole
+    #: checkpoint below this step is restored (-1: the newest of all).
+    revision: str = Field(default="", max_length=NAME_MAX)
+    restore_below_step: int = Field(default=-1, ge=-1)
 
 
 class IncidentClosed(Decided):
@@ -182,6 +203,31 @@ class AttemptEnded(Decided):
     job: str = Field(max_length=NAME_MAX)
     attempt: int
     reason: Literal["stopped", "finished", "failed"]
+
+
+class RevisionStable(Decided):
+    """A code revision ran the policy's number of healthy steps: a rollback may go back to it."""
+
+    TYPE: ClassVar[str] = "keepstep.revision_stable.v1"
+    job: str = Field(max_length=NAME_MAX)
+    revision: str = Field(min_length=1, max_length=NAME_MAX)
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=0)
+
+
+class MachineJudged(Decided):
+    """What the examination of an evicted machine, off the critical path, came to. `confirmed`: it is bad and stays out; `exonerated`: it
+    passed all tests, and is a standby again; `unproven`: neither, and `back` says whether it returns under watch."""
+
+    TYPE: ClassVar[str] = "keepstep.machine_judged.v1"
+    job: str = Field(max_length=NAME_MAX)
+    node: str = Field(max_length=NAME_MAX)
+    #: The incident that it was evicted in, and the rule.
+    incident: str = ""
+    rule: str = ""
+    verdict: Literal["confirmed", "exonerated", "unproven"]
+    back: bool = False
+    because: str = Field(default="", max_length=TEXT_MAX)
 
 
 class Diverged(Decided):

@@ -40,6 +40,8 @@ class Signal(Fact):
     count: int = Field(default=1, ge=1)
     #: The job's highest finished step when it was claimed (-1: none, or not a job's).
     step: int = Field(default=-1, ge=-1)
+    #: Of NaN, jumps and corruption: the first step that showed it. A restore goes back to before it.
+    bad_step: int = Field(default=-1, ge=-1)
 
 
 class SignalCleared(Fact):

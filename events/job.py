@@ -86,6 +86,8 @@ class RestartRequested(Fact):
     reason: str = Field(min_length=1, max_length=TEXT_MAX)
     author: str = Field(min_length=1, max_length=NAME_MAX)
     symptom: Literal["code_update", "data_update", "operator_restart"] = "operator_restart"
+    #: The code revision to run from here on (a commit of the job's repository); empty: the present one.
+    revision: str = Field(default="", max_length=NAME_MAX)
 
 
 class StopRequested(Fact):
@@ -115,3 +117,19 @@ class ApprovalGiven(Fact):
     granted: bool
     reason: str = Field(min_length=1, max_length=TEXT_MAX)
     author: str = Field(min_length=1, max_length=NAME_MAX)
+    #: A yes is good until then (0: as long as the decision waits); what was not begun by then waits again.
+    expires_ns: int = Field(default=0, ge=0)
+
+
+class OverrideGiven(Fact):
+    """A person's choice in place of the ladder's. evict (`node`), reattempt, roll_back (`revision`; empty: the last stable one): taken at
+    once, in the job's incident or as a planned restart. keep (`node`): it is not evicted by any rule until the override expires."""
+
+    TYPE: ClassVar[str] = "keepstep.override_given.v1"
+    job: str = Field(min_length=1, max_length=NAME_MAX)
+    remedy: Literal["evict", "reattempt", "roll_back", "keep"]
+    node: str = Field(default="", max_length=NAME_MAX)
+    revision: str = Field(default="", max_length=NAME_MAX)
+    reason: str = Field(min_length=1, max_length=TEXT_MAX)
+    author: str = Field(min_length=1, max_length=NAME_MAX)
+    expires_ns: int = Field(default=0, ge=0)

@@ -204,6 +204,9 @@ class Actuators:
             result=done.result,
             detail=done.detail[:TEXT_MAX],
             nodes=done.nodes,
+            stacks=done.stacks,
+            tests=done.tests,
+            replays=done.replays,
         )
         await self._append(pending, fact, 0)
 

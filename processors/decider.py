@@ -104,7 +104,7 @@ def is_own(subject: str) -> bool:
 ROLE_OF: dict[str, str] = {
     **dict.fromkeys(
         ("job_declared", "policy_adopted", "catalogue_adopted", "hold_placed", "hold_released", "restart_requested",
-         "stop_requested", "standby_added", "approval_given"), "operator",
+         "stop_requested", "standby_added", "approval_given", "override_given"), "operator",
     ),
     **dict.fromkeys(
         ("signal", "signal_cleared", "progress_noted", "job_finished", "evidence_missing", "detector_started", "configuration_drift"),

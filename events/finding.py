@@ -1,0 +1,68 @@
+"""What an examination found: stacks, tests, replays. Parts of an actuator's outcome and of an agent's answer, never events of their own.
+The decider judges by them, so what they hold is small: whole stacks stay in telemetry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from events.envelope import NAME_MAX, TEXT_MAX, Fact
+
+
+class ProcessStack(Fact):
+    """One training process of a node: a rank, or a child of one (data loader, checkpoint writer; `parent_pid` leads to the rank's
+    process). `state` as the kernel tells it (R, S, D, T, Z), '-' if it is gone. `threads`: one stack a thread, outermost frame first,
+    frames `function (file:line)` joined by ';', the main thread's first. `error`: why there is none."""
+
+    rank: int = Field(ge=-1)
+    pid: int = Field(ge=0)
+    parent_pid: int = Field(default=0, ge=0)
+    command: str = Field(default="", max_length=NAME_MAX)
+    state: str = Field(default="", max_length=1)
+    threads: tuple[str, ...] = ()
+    #: Of PyTorch's flight recorder, the collective that the rank waits in, and its number in its group; -1: no recording.
+    collective: str = Field(default="", max_length=NAME_MAX)
+    collective_seq: int = -1
+    error: str = Field(default="", max_length=1024)
+
+
+class StackRound(Fact):
+    """One capture of all processes, aggregated: `outliers` are the ranks whose stacks (or whose children's) are not the dominant
+    ones', `silent` those of them that gave none. `groups_seen`: how many different stacks there were; `dominant`: ranks in the
+    healthy ones. `stuck_at`: one line to each outlying stack, with its ranks."""
+
+    outliers: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    groups_seen: int = Field(default=0, ge=0)
+    dominant: int = Field(default=0, ge=0)
+    ranks: int = Field(default=0, ge=0)
+    stuck_at: tuple[str, ...] = ()
+
+
+class CheckResult(Fact):
+    """One test on one machine. `passed` None: it could not run, and says nothing. `peers`: the machines that it was done with (a
+    neighbour in an all-gather, all others in a bit-wise comparison). `value`: what it measured, in `unit`."""
+
+    test: str = Field(max_length=NAME_MAX)
+    node: str = Field(max_length=NAME_MAX)
+    passed: bool | None
+    detail: str = Field(default="", max_length=TEXT_MAX)
+    peers: tuple[str, ...] = ()
+    value: float | None = None
+    unit: str = Field(default="", max_length=32)
+    duration_s: float = Field(default=0, ge=0)
+    #: What the test changed on the machine (clocks, persistence, environment), and whether it was proven put back.
+    changed: tuple[str, ...] = ()
+    restored: bool = True
+
+
+class ReplayResult(Fact):
+    """One group's short replay of the job. `failed` None: it could not run, and says nothing."""
+
+    phase: Literal["horizontal", "vertical"]
+    group: int = Field(ge=0)
+    nodes: tuple[str, ...]
+    failed: bool | None
+    detail: str = Field(default="", max_length=TEXT_MAX)
+    duration_s: float = Field(default=0, ge=0)
