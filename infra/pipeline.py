@@ -4,7 +4,6 @@ processes. `up`, `run` and `demo` are this with different settings."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,16 +16,16 @@ from events.ports import LEDGER
 from events.presence import SettingsAdopted
 from events.registry import canonical, make, parse
 from infra.bus import BusClient
+from infra.bus_keeper import BusKeeper
 from infra.catalogue_files import catalogue_text
 from infra.clock import new_event_id, wall_ns
-from infra.embedded import EmbeddedError, EmbeddedServer
+from infra.embedded import EmbeddedServer
 from infra.home import Address, Home
 from infra.jetstream import JetStreamLog
 from infra.keys import identity_of
 from infra.permissions import node_user
 from infra.streams import check_server, ensure_streams
-from infra.supervise import PAUSE_S_FIRST, PAUSE_S_MAX, Child, Supervisor, module
-from infra.tasks import ended
+from infra.supervise import Child, Supervisor, module
 from processors import policy as policies
 
 CONTROL = ("detector-node", "detector-job", "decider", "actuators")
@@ -60,9 +59,9 @@ class Pipeline:
     server: EmbeddedServer | None = None
     supervisor: Supervisor = field(init=False)
     on_restart: Callable[[Child, int], None] | None = None
-    #: Told, a sentence each, that the bus ended unasked and that it is back.
+    #: Told, a sentence each, that the bus ended unasked or gave up writing, and that it is back.
     on_bus: Callable[[str], None] | None = None
-    _bus_keeper: asyncio.Task[None] | None = None
+    _bus_keeper: BusKeeper | None = None
 
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(self.home.logs, self.on_restart)
@@ -76,15 +75,10 @@ class Pipeline:
         policies.parse(self.policy)
         self.home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.url:
-            loop, ends = asyncio.get_running_loop(), asyncio.Queue[int]()
-            self.server = EmbeddedServer(
-                self.home.bus,
-                port=self.port,
-                nodes=[node.name for node in self.nodes],
-                on_exit=lambda code: _soon(loop, ends, code),
-            )
-            await asyncio.to_thread(self.server.start)
-            self._bus_keeper = asyncio.create_task(self._keep_bus(self.server, ends), name="keep the bus")
+            options = {"port": self.port, "nodes": [node.name for node in self.nodes]}
+            self._bus_keeper = BusKeeper(self.home.bus, options, self.on_bus or (lambda sentence: None))
+            await self._bus_keeper.start()
+            self.server = self._bus_keeper.server
         admin = await self.address.connect("admin")
         try:
             await check_server(admin)
@@ -96,24 +90,6 @@ class Pipeline:
         for node in self.nodes:
             await self.start_agent(node)
         self.supervisor.check()
-
-    async def _keep_bus(self, server: EmbeddedServer, ends: asyncio.Queue[int]) -> None:
-        """Starts the bus again, on its port, when it ends unasked. Its clients come back by themselves."""
-        tell = self.on_bus or (lambda sentence: None)
-        while True:
-            code = await ends.get()
-            tell(f"the bus ended unasked (exit code {code}); starting it again")
-            pause = PAUSE_S_FIRST
-            while True:
-                try:
-                    await asyncio.to_thread(server.start)
-                except EmbeddedError as error:
-                    tell(f"the bus does not start: {error}")
-                    await asyncio.sleep(pause)
-                    pause = min(PAUSE_S_MAX, pause * 2)
-                else:
-                    tell(f"the bus is back: {server.url}")
-                    break
 
     async def start_agent(self, node: Node) -> None:
         if self.server is not None:
@@ -139,9 +115,7 @@ class Pipeline:
         await asyncio.gather(*(self.supervisor.stop(name) for name in agents))
         await self.supervisor.stop_all()
         if self._bus_keeper is not None:
-            await ended(self._bus_keeper)
-        if self.server is not None:
-            await asyncio.to_thread(self.server.stop)
+            await self._bus_keeper.stop()
 
 
 async def start_control(supervisor: Supervisor, address: Address, actuate: str = "", worker: str = "") -> None:
@@ -199,9 +173,3 @@ async def say(ledger: JetStreamLog, fact: Fact, job: str) -> str:
 
 def default_policy_text() -> str:
     return (Path(__file__).resolve().parent.parent / "schemas" / "policy.yaml").read_text(encoding="utf-8")
-
-
-def _soon(loop: asyncio.AbstractEventLoop, ends: asyncio.Queue[int], code: int) -> None:
-    """Hands the server's end from the thread that waited for it to the loop, if that one still runs."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(ends.put_nowait, code)

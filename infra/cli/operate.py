@@ -37,7 +37,7 @@ from infra.cli.common import (
     with_bus,
 )
 from infra.cli.operator import known, read_policy
-from infra.cli.reading import last_heard
+from infra.cli.status import last_heard
 from infra.cli.topology import TopologyOption, declare, declared_topology, topology_of
 from infra.home import Address, Home, host_name
 from infra.jetstream import JetStreamLog

@@ -1,4 +1,4 @@
-"""What can be read, of a running bus or of a recording: status, tail, replay, explain, census, record."""
+"""What can be read, of a running bus or of a recording: tail, replay, explain, census, record."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from events.clock import NS, text_of
+from events.clock import text_of
 from events.ports import LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Record
 from events.registry import Malformed, parse
-from events.subjects import NODE, tick
 from infra.bus import BusClient
 from infra.cli.common import (
     FOUND,
@@ -38,7 +37,6 @@ from infra.cli.common import (
 )  # fmt: skip
 from infra.home import Address
 from infra.jetstream import JetStreamLog
-from infra.watch import Watch
 
 Recording = Annotated[Path | None, typer.Argument(help="A recording (folder or file); without it the running bus is read")]
 
@@ -258,19 +256,6 @@ def register(app: typer.Typer) -> None:
         )
 
     @app.command()
-    def status(home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False) -> None:
-        """Jobs, nodes and open incidents now. Exits with 1 if an incident is open or an agent is not heard."""
-
-        async def work(nc: BusClient) -> tuple[Watch, dict[str, int]]:
-            watch = Watch()
-            async for item in JetStreamLog(nc, LEDGER).read():
-                watch.ledger(item)
-            return watch, await last_heard(nc)
-
-        watch, heard = run(with_bus(address(home, url, key), "observer", work))
-        _show_status(watch, heard, json)
-
-    @app.command()
     def tail(
         all_: Annotated[bool, typer.Option("--all", "-a", help="Observations too, not only the ledger")] = False,
         follow: Annotated[bool, typer.Option(help="Go on as events come")] = True,
@@ -304,108 +289,6 @@ def show_answer(title: str, answer: Any) -> None:
             *(clean(f"{value:.3f}" if isinstance(value, float) else ("" if value is None else str(value))) for value in row)
         )
     console.print(table if answer.rows else f"{title or 'result'}: none")
-
-
-async def last_heard(nc: BusClient) -> dict[str, int]:
-    """node -> seconds since its last heartbeat, by the broker's clock, which ticks each second: this host's may be hours off."""
-    js = nc.jetstream()
-    from nats.errors import TimeoutError as NatsTimeout
-    from nats.js.api import ConsumerConfig, DeliverPolicy
-
-    stored: dict[str, int] = {}
-    config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
-    subscription = await js.subscribe("tn.*.*.heartbeat", stream=TELEMETRY_NODE, ordered_consumer=False, config=config)
-    try:
-        while True:
-            message = await subscription.next_msg(timeout=0.5)
-            parts = message.reply.split(".")
-            stored_ns = int(parts[-2] if len(parts) == 9 else parts[-3])
-            try:
-                stored[parse(message.data).subject] = stored_ns
-            except Malformed:
-                continue
-            if message.metadata.num_pending == 0:
-                break
-    except NatsTimeout:
-        pass
-    await subscription.unsubscribe()
-    now_ns = max(stored.values(), default=0)
-    telemetry = JetStreamLog(nc, TELEMETRY_NODE)
-    ticks = tick(NODE, "*")
-    last = await telemetry.last_sequence(ticks)
-    async for record in telemetry.read(after=max(0, last - 1), subjects=(ticks,)):
-        now_ns = max(now_ns, record.time_ns)
-    return {node: max(0, now_ns - stored_ns) // NS for node, stored_ns in stored.items()}
-
-
-def _show_status(watch: Watch, heard: dict[str, int], as_json: bool) -> None:
-    fleet = watch.fleet
-    lost = [node for node, age in heard.items() if age > 5 and node in fleet.owners]
-    jobs: list[dict[str, Any]] = [
-        {
-            "job": job.name, "wanted": job.wanted, "attempt": job.attempt, "step": job.last_step, "nodes": [p.node for p in job.places],
-            "standbys": [p.node for p in job.standbys], "evicted": list(job.evicted), "held": fleet.held(job.name),
-            "incident": job.incident.id if job.incident else None, "state": state_of(job),
-            "awaiting": job.plan.decision if job.plan and job.plan.stage == "awaiting" else None,
-        }
-        for job in fleet.jobs.values()
-    ]  # fmt: skip
-    incidents: list[dict[str, Any]] = [
-        {
-            "incident": s.id,
-            "job": s.job,
-            "symptom": s.symptom,
-            "since": text_of(s.opened_ns),
-            "decided": [d.because for d in s.decisions][-3:],
-        }
-        for s in watch.open_incidents()
-    ]
-    if as_json:
-        show_json(
-            {
-                "policy": fleet.policy_digest,
-                "mode": fleet.policy.mode,
-                "holds": list(fleet.holds),
-                "jobs": jobs,
-                "incidents": incidents,
-                "heard_s": heard,
-            }
-        )
-    else:
-        put(f"policy {fleet.policy_digest}, mode {fleet.policy.mode}" + (", HOLD stands" if fleet.holds else ""))
-        table = Table("job", "state", "attempt", "step", "nodes", "standbys", "evicted")
-        for j in jobs:
-            table.add_row(
-                *(
-                    clean(str(x))
-                    for x in (
-                        j["job"],
-                        j["state"],
-                        j["attempt"],
-                        j["step"],
-                        ",".join(j["nodes"]),
-                        ",".join(j["standbys"]),
-                        ",".join(j["evicted"]),
-                    )
-                )
-            )
-        console.print(table if jobs else "no job is declared; start one with `keepstep run`")
-        for node, age in sorted(heard.items()):
-            put(f"agent {clean(node)}: heard {age} s ago" + ("  NOT HEARD" if node in lost else ""))
-        for i in incidents:
-            put(
-                f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}"
-            )
-    raise typer.Exit(FOUND if incidents or lost else 0)
-
-
-def state_of(job: Any) -> str:
-    """One word or two for where a job stands."""
-    if job.wanted != "running":
-        return str(job.wanted)
-    if job.incident is not None:
-        return str({"": "incident", "handed_over": "handed over"}.get(job.incident.blocked, job.incident.blocked))
-    return "starting" if job.plan is not None else "training"
 
 
 async def _merged(nc: BusClient, streams: Sequence[str], last: int, follow: bool) -> AsyncIterator[Record]:
