@@ -180,12 +180,14 @@ async def leader(nc: BusClient, stream: str) -> int:
 
 
 class Container(_Keyed):
-    """One server in a container (testcontainers). `why_not()` says what is missing, "" if nothing is."""
+    """One server in a container (testcontainers). `why_not()` says what is missing, "" if nothing is. `nodes`: names whose agents get a
+    key."""
 
     IMAGE = os.environ.get("KEEPSTEP_TEST_NATS_IMAGE", "nats:2.15.1")
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, nodes: Iterable[str] = ()) -> None:
         super().__init__(store)
+        self._nodes = dict.fromkeys(nodes)
         from testcontainers.core.container import DockerContainer
 
         (self.port,) = free_ports(1)

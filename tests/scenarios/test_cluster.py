@@ -1,8 +1,10 @@
-"""The demo's faults on a bus of three servers, the ledger's leader killed (-9) in the middle of each incident and started again: no
-decision is lost, doubled or changed, a machine is evicted once, and what was decided live is what its replay decides."""
+"""The demo's faults on a bus of three servers, the ledger's leader killed (-9) in the middle of each incident and started again, and on one
+in a container that is restarted there: no decision is lost, doubled or changed, a machine is evicted once, and what was decided live is
+what its replay decides."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,9 @@ import psutil
 import pytest
 
 from events.ports import LEDGER
+from infra.bus import BusClient
 from infra.demo import processes_of
-from tests.cluster_fixture import Cluster, clean_bus, leader
+from tests.cluster_fixture import Cluster, Container, clean_bus, leader
 from tests.scenarios.harness import Scenario, policy
 
 pytestmark = pytest.mark.slow
@@ -23,10 +26,29 @@ SHORT = {"startup": 40.0, "step": 4.0, "evaluation": 4.0, "checkpoint": 4.0, "un
 POLICY = policy(detectors={"phase_limit_s": SHORT}, decider={"silence_window_s": 60.0, "quiet_s": 10.0})
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=["n0", "n1", "s0"]) as found:
+NODES = ("n0", "n1", "s0")
+
+
+@pytest.fixture(scope="module", params=["cluster", pytest.param("docker", marks=pytest.mark.docker)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | Container]:
+    folder = tmp_path_factory.mktemp("server")
+    if request.param == "docker" and (why_not := Container.why_not()):
+        pytest.skip(why_not)
+    with Container(folder, NODES) if request.param == "docker" else Cluster(folder, NODES) as found:
         yield found
+
+
+async def trouble(server: Cluster | Container, nc: BusClient) -> None:
+    """The ledger goes without its leader, or the one server goes and comes back."""
+    if isinstance(server, Cluster):
+        server.kill(await leader(nc, LEDGER))
+    else:
+        await asyncio.to_thread(server.restart)
+
+
+def start_all(server: Cluster | Container) -> None:
+    if isinstance(server, Cluster):
+        server.start_all()
 
 
 def rank_killed(s: Scenario) -> None:
@@ -60,22 +82,21 @@ def rank_stopped(s: Scenario) -> None:
         (rank_stopped, "signal", "reattempt", ()),
     ],
 )
-async def test_the_ledgers_leader_dies_in_an_incident(
-    fault: object, until: str, mechanism: str, evicted: tuple[str, ...], cluster: Cluster, tmp_path: Path
+async def test_the_bus_is_in_trouble_in_an_incident(
+    fault: object, until: str, mechanism: str, evicted: tuple[str, ...], server: Cluster | Container, tmp_path: Path
 ) -> None:
-    cluster.start_all()
-    async with clean_bus(cluster, lease_ttl_s=6.0) as bus:
-        async with Scenario(tmp_path, nodes=2, standbys=1, policy=POLICY, bus=cluster) as s:
+    start_all(server)
+    async with clean_bus(server, lease_ttl_s=6.0) as bus:
+        async with Scenario(tmp_path, nodes=2, standbys=1, policy=POLICY, bus=server) as s:
             await s.declare()
             before = s.at
             fault(s)  # type: ignore[operator]
             await s.until(lambda: s.of(until, after=before), until)
-            victim = await leader(bus.admin, LEDGER)
-            cluster.kill(victim)
+            await trouble(server, bus.admin)
             if fault is node_dead:
                 s.kill_rank(0, signal.SIGSTOP)  # as a collective would keep it waiting: ranks here know nothing of each other
             closed = await s.closed(before, seconds=90)
-            cluster.start_all()
+            start_all(server)
             assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", mechanism, evicted), s.story()
             assert s.job().attempt == 2
             decisions = [d for d in s.of("decision_made") if d.data.incident == closed.incident]
