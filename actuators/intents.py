@@ -2,7 +2,7 @@
 
     fold(state, seen) -> state          due(state) -> (CarryOut | Refuse, ...)
 
-Rules, in this order: an intent with an outcome is over. A notification is always current and never held. Any other is stale if its
+Rules, in this order: an intent with an outcome is over. A notification is always current and never held, an examination of a machine that is out always current. Any other is stale if its
 incident is closed, or if a later decision of its job has issued intents; then expired past its time; then held under a hold on its
 job or the fleet. What is begun too often without an outcome is given up.
 """
@@ -20,6 +20,8 @@ from events.job import HoldPlaced, HoldReleased, JobDeclared, StandbyAdded
 
 #: Tries of one intent, over all actuators that there were: beyond it the outcome is not known, and that is the outcome.
 BEGUN_MAX = 6
+#: Verbs that belong to no recovery: a page, and the examination of a machine that is out. They are current until they are done.
+ASIDE = ("notify", "examine")
 #: Keys whose outcome is remembered, of all jobs: older intents are long superseded or expired.
 DONE_MAX = 10_000
 EVICTED_MAX = 10_000
@@ -148,7 +150,7 @@ def fold(state: State, seen: Seen) -> State:
 
 
 def _issued(state: State, seen: Seen, fact: IntentIssued) -> State:
-    if fact.verb != "notify":  # a page takes nothing back
+    if fact.verb not in ASIDE:  # what goes on beside a recovery takes nothing back
         state = replace(state, jobs=_with(state.jobs, fact.job, replace(state.job(fact.job), newest=fact.decision)))
     if fact.key in state.done or fact.key in state.pending:
         return state
@@ -173,7 +175,7 @@ def _outcome(state: State, seen: Seen, fact: OutcomeRecorded) -> State:
 
 def stale(state: State, intent: IntentIssued) -> str:
     """Why an intent is not current any more; '' if it is."""
-    if intent.verb == "notify":
+    if intent.verb in ASIDE:
         return ""
     view = state.job(intent.job)
     if intent.incident and intent.epoch <= view.closed_epoch:

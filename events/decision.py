@@ -18,6 +18,8 @@ Verb = Literal[
     "stop_attempt", "evict_node", "wake_standby", "start_attempt", "notify", "capture_stacks", "diagnose", "group_test", "examine"
 ]  # fmt: skip
 
+Verdict = Literal["confirmed", "exonerated", "unproven"]
+
 
 class Decided(Fact):
     """What all of the decider's events hold."""
@@ -66,6 +68,9 @@ class EvidenceJudged(Decided):
     attempt: int = 0
     step: int = -1
     seen_ns: int = 0
+    bad_step: int = Field(default=-1, ge=-1)
+    #: Of an exception that the code causes: its own words, and where.
+    quote: str = Field(default="", max_length=1024)
 
 
 class SharedCause(Decided):
@@ -122,7 +127,9 @@ class DecisionMade(Decided):
     #: The attempt that it answers.
     attempt: int = Field(default=0, ge=0)
     because: str = Field(max_length=TEXT_MAX)
-    vetoed: Literal["", "budget", "no_standby", "hold"] = ""
+    vetoed: Literal["", "budget", "no_standby", "hold", "kept"] = ""
+    #: What it answers, by the ladder's own word (processors.ladder.Situation); empty for what a person asked for.
+    situation: str = Field(default="", max_length=NAME_MAX)
     #: Of an eviction of a parallel group: which (`pp 3`), and how many machines it has.
     group: str = Field(default="", max_length=NAME_MAX)
     group_size: int = Field(default=0, ge=0)
@@ -225,7 +232,7 @@ class MachineJudged(Decided):
     #: The incident that it was evicted in, and the rule.
     incident: str = ""
     rule: str = ""
-    verdict: Literal["confirmed", "exonerated", "unproven"]
+    verdict: Verdict
     back: bool = False
     because: str = Field(default="", max_length=TEXT_MAX)
 

@@ -206,7 +206,7 @@ class Demo:
         fact = JobDeclared(
             job=JOB, nodes=tuple(places[n] for n in NODES), standbys=tuple(places[n] for n in STANDBYS), dp=len(NODES),
             command=command, directory=str(self.home.path), environment=(("OMP_NUM_THREADS", "1"),), checkpoints=str(checkpoints),
-            code_revision="demo", author="demo",
+            author="demo",
         )  # fmt: skip
         await tell(JetStreamLog(nc, LEDGER), fact, JOB)
         if not await self._until(lambda: self._confirmed(1), START_S_MAX, "training"):

@@ -157,7 +157,16 @@ def _cut(lines: list[Line]) -> list[Line]:
 #: What is about the job rather than one incident, and belongs to the story when it falls between its opening and its close.
 _AROUND = frozenset(
     {"attempt_ended", "hold_placed", "hold_released", "restart_requested", "stop_requested", "standby_added", "policy_adopted"}
-    | {"decider_started", "diverged", "evidence_missing", "job_finished", "signal_cleared", "configuration_drift"}
+    | {
+        "decider_started",
+        "diverged",
+        "evidence_missing",
+        "override_given",
+        "revision_stable",
+        "job_finished",
+        "signal_cleared",
+        "configuration_drift",
+    }
 )
 
 
@@ -241,8 +250,36 @@ def _intent(data: Any) -> str:
         "wake_standby": f"wake standby {data.node}",
         "start_attempt": f"start attempt {data.attempt} with {data.world_size} ranks on {_names(data.nodes) or 'no node'}",
         "notify": f"notify: {_short(data.text)}",
+        "capture_stacks": "take the stacks of all processes" + (f", {data.rounds} times" if data.rounds > 1 else ""),
+        "diagnose": f"test {_names(data.nodes)}: {', '.join(data.tests)}",
+        "group_test": f"replay {data.steps} steps in {sum(map(len, data.groups))} groups, two rounds",
+        "examine": f"examine {data.node}, which is out: {', '.join(data.tests)}",
     }
+    if data.verb == "start_attempt":
+        what["start_attempt"] += f", revision {data.revision[:12]}" if data.revision else ""
+        what["start_attempt"] += f", restored from below step {data.restore_below_step}" if data.restore_below_step >= 0 else ""
     return f"intent {_id(data.key)}: {what.get(data.verb, data.verb)}"
+
+
+def _outcome(data: Any) -> str:
+    parts = [f"outcome of {_id(data.key)}: {data.verb.replace('_', ' ')} {data.result.replace('_', ' ')}"]
+    if data.detail:
+        parts[0] += f" ({_short(data.detail)})"
+    if data.nodes:
+        parts.append(f"not on {_names(data.nodes)}")
+    for i, round_ in enumerate(data.stacks, 1):
+        stuck = f": {_short('; '.join(round_.stuck_at))}" if round_.stuck_at else ""
+        which = f"round {i}: " if len(data.stacks) > 1 else ""
+        parts.append(f"{which}ranks {', '.join(map(str, round_.outliers)) or 'none'} of {round_.ranks} stand apart{stuck}")
+    bad = [r for r in data.tests if r.passed is False]
+    if data.tests:
+        passed = sum(1 for r in data.tests if r.passed)
+        parts.append(
+            f"{passed} of {len(data.tests)} tests passed"
+            + "".join(f"; {r.test} of {r.node}: {_short(r.detail)}" for r in bad[:8])
+        )
+    parts += [f"replay {r.phase} {r.group} ({_names(r.nodes)}) failed: {_short(r.detail)}" for r in data.replays if r.failed]
+    return "; ".join(parts)
 
 
 def _closed(data: Any) -> str:
@@ -282,10 +319,11 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "decision_made": _decision,
     "intent_issued": _intent,
     "try_started": lambda d: f"try {d.ordinal} of {_id(d.key)}: {d.verb.replace('_', ' ')}",
-    "outcome_recorded": lambda d: (
-        f"outcome of {_id(d.key)}: {d.verb.replace('_', ' ')} {d.result.replace('_', ' ')}"
-        + (f" ({_short(d.detail)})" if d.detail else "")
-        + (f", not on {_names(d.nodes)}" if d.nodes else "")
+    "outcome_recorded": _outcome,
+    "override_given": lambda d: f"{d.remedy.replace('_', ' ')} {d.node or d.revision} chosen: {_short(d.reason)}",
+    "revision_stable": lambda d: f"revision {d.revision[:12]} is stable: healthy up to step {d.step}",
+    "machine_judged": lambda d: (
+        f"{d.node} is {d.verdict}: {_short(d.because)}" + ("; back among the standbys" if d.back else "; it stays out")
     ),
     "incident_closed": _closed,
     "attempt_ended": lambda d: f"attempt {d.attempt} ended: {d.reason}",

@@ -92,7 +92,9 @@ class Watch:
         if story is not None:
             if isinstance(data, EvidenceJudged):
                 story.evidence += 1
-            elif isinstance(data, DecisionMade):
+            elif (
+                isinstance(data, DecisionMade) and story.closed is None
+            ):  # what is decided of its machines after it is another matter
                 story.decisions.append(data)
                 story.decided_ns = record.time_ns
             elif isinstance(data, SharedCause):

@@ -40,7 +40,8 @@ def over_budget(fleet: Fleet, job: Job, place: Place, also: tuple[Place, ...] = 
 
     def over(scope: str, name: str, budget: Budget, machines: int, of_scope: Callable[[Eviction], bool]) -> Over | None:
         since = fleet.now_ns - int(budget.window_s * NS)
-        spent = sum(1 for e in evictions if e.at_ns > since and of_scope(e))
+        recent = [e for e in evictions if e.at_ns > since and of_scope(e)]
+        spent = sum(1 for e in recent if not e.group) + len({e.group for e in recent if e.group})  # a group counts as one
         limit = allowed(budget, machines)
         return Over(scope, name, spent, limit, budget.window_s) if spent >= limit else None
 

@@ -14,12 +14,28 @@ from events.decision import (
     IncidentClosed,
     IncidentOpened,
     IntentIssued,
+    MachineJudged,
+    RevisionStable,
     Rung,
     SharedCause,
     TimerSet,
 )
 from events.job import Place
-from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Told, Trouble, counted, with_incident
+from processors.ladder import AFTER, EVICTIONS, EXAMINATIONS
+from processors.state import (
+    AILING,
+    METRICS,
+    NAMING,
+    Eviction,
+    Fleet,
+    Incident,
+    Job,
+    Plan,
+    Told,
+    Trouble,
+    counted,
+    with_incident,
+)
 
 #: The longest window that a policy can give a budget: what is older counts for none.
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
@@ -48,6 +64,8 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
     if silent and data.verdict in ("attached", "recorded") and data.node in job.by_node:
         job = job._replace(silent={**job.silent, data.node: trouble})
         fleet = fleet.put(job)
+    if data.verdict == "recorded" and data.symptom in AILING and data.node in job.by_node:
+        fleet = fleet.put(job := job._replace(ailing={**job.ailing, data.node: trouble}))
     incident = job.incident
     if data.verdict != "attached" or incident is None:
         return fleet
@@ -60,12 +78,23 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
         changes |= {"crash": True, "crashed": True, "root": incident.root or data.confidence != "sympathetic"}
     elif data.symptom == "job_hang" and not _answered_attempt(job, data.attempt):
         changes |= {"stall": True, "hung": True}
+    elif data.symptom == "user_code_error" and not _answered_attempt(job, data.attempt):
+        changes |= {"crash": True, "crashed": True, "root": True, "code": data.quote, "cause": incident.cause or data.symptom}
+    elif data.symptom in METRICS and not _answered_attempt(job, data.attempt):
+        bad = min(step for step in (data.bad_step, incident.bad_step, max(data.step, 0)) if step >= 0)
+        changes |= {"metric": True, "crashed": True, "bad_step": bad}
+        job = job._replace(poisoned=(bad, max(data.step, job.last_step, bad), job.attempt))
+    elif data.symptom == "mfu_decline" and not _answered_attempt(job, data.attempt):
+        changes |= {"slow": True, "crashed": True}
     return fleet.put(with_incident(job, **changes))
 
 
 def _answered_attempt(job: Job, attempt: int) -> bool:
     """Whether the end of this attempt is decided already, so that its late cries add nothing to act on."""
-    return job.plan is not None and job.plan.stage in ("awaiting", "decided", "stopping") and attempt <= job.attempt
+    plan = job.plan
+    if plan is None or attempt > job.attempt or not plan.ends_attempt:
+        return False
+    return plan.stage in ("awaiting", "decided", "stopping", "examining")
 
 
 def _shared(fleet: Fleet, event: Told, data: SharedCause) -> Fleet:
@@ -97,12 +126,22 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
     acts = not data.vetoed and data.mode != "observe"
     if job.incident is not None and data.incident == job.incident.id:
         job = with_incident(job, **_answer(fleet, job.incident, event.time, data, acts))
-    if data.rung == "planned":
+    if data.rule == "override":
+        job = job._replace(override=None)
+    if data.rule == "examine_evicted":
+        gone = {node: of for node, of in job.unexamined.items() if node not in data.nodes}
+        job = job._replace(unexamined=gone)
+    elif data.rung == "planned":
         job = _planned(job, data)
-    elif data.rung in ("evict", "reattempt"):
+    elif data.rung in RESTARTS or data.rung in EXAMINATIONS:
         if acts:
             stage = "awaiting" if data.mode == "approve" else "decided"
-            job = job._replace(plan=Plan(data.decision, data.incident, data.epoch, data.rung, stage, data.nodes, data.standbys))
+            plan = Plan(data.decision, data.incident, data.epoch, data.rung, stage, data.nodes, data.standbys)
+            job = job._replace(
+                plan=plan._replace(
+                    rule=data.rule, situation=data.situation, revision=data.revision, restore_below_step=data.restore_below_step
+                )
+            )
         elif not data.vetoed:
             job = _watched(job)
     elif data.rung == "hand_over" and acts:
@@ -113,8 +152,9 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
 
 
 def _watched(job: Job) -> Job:
-    """Observing: what failed is answered by watching; a recovery that is under way already goes on."""
-    return job._replace(plan=None) if job.plan and (job.plan.failed or job.plan.overdue) else job
+    """Observing: what failed, or was not begun, is answered by watching; a recovery that is under way already goes on."""
+    plan = job.plan
+    return job._replace(plan=None) if plan and (plan.failed or plan.overdue or plan.stage == "decided") else job
 
 
 def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, acts: bool) -> dict[str, Any]:
@@ -124,29 +164,42 @@ def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, 
         return changes | {"blocked": "held"}
     if data.vetoed == "no_standby" and fleet.policy.decider.no_standby == "hold":
         return changes | {"blocked": "no_standby"}
+    settled = {"crash": False, "root": False, "stall": False, "metric": False, "slow": False, "code": "", "going_on": ""}
     if data.rung == "hand_over":
-        return changes | {"rung": "hand_over", "blocked": "handed_over", "crash": False, "stall": False}
+        return changes | settled | {"rung": "hand_over", "blocked": "handed_over"}
     if data.vetoed:
         return changes | {"answered": {**incident.answered, **dict.fromkeys(data.nodes, data.vetoed)}}
     changes |= {
-        "crash": False, "root": False, "stall": False,
-        "recoveries": incident.recoveries + 1,
-        "reattempts": incident.reattempts + (data.rung == "reattempt"),
+        **settled,
+        "recoveries": incident.recoveries + (data.rung in RESTARTS),
+        "reattempts": incident.reattempts + (data.rung == "reattempt" and data.rule != "override"),
         "answered": {**incident.answered, **dict.fromkeys(data.nodes, data.decision)},
         "due": incident.due - {"culprit_window"}, "window": "",
     }  # fmt: skip
+    if data.rule == "override":
+        changes["blocked"] = ""  # the ladder goes on from what the person chose
     if acts and data.mode != "approve":
-        changes |= acting(incident, data.rung, data.nodes)
+        changes |= acting(fleet, incident, data.rung, data.rule, data.nodes)
     return changes
 
 
-def acting(incident: Incident, rung: Rung, nodes: tuple[str, ...]) -> dict[str, Any]:
-    """What the incident remembers of a remedy that is carried out, for its end to tell. A machine that is replaced is an eviction,
-    whatever made the attempt start anew."""
-    changes: dict[str, Any] = {"rung": "evict" if nodes else rung}
+#: Rungs after which the attempt starts anew.
+RESTARTS = ("evict", "reattempt", "roll_back")
+
+
+def acting(fleet: Fleet, incident: Incident, rung: Rung, rule: str, nodes: tuple[str, ...]) -> dict[str, Any]:
+    """What the incident remembers of a remedy that is carried out, for its end to tell and for the ladder to go on from. A machine
+    that is replaced is an eviction, whatever made the attempt start anew; the mechanism of one that an examination named is that."""
+    if rung in EXAMINATIONS:
+        return {"last": AFTER[rung]}
+    last, mechanism = EVICTIONS.get(rule, (AFTER.get(rung, incident.last), "evict" if nodes and rung != "roll_back" else rung))
+    if rung == "reattempt" and incident.reattempts + 1 < fleet.policy.decider.reattempts_max:
+        last = incident.last  # there is another before the ladder goes on
+    changes: dict[str, Any] = {"rung": mechanism, "last": last}
     if nodes:
         named = incident.named.get(nodes[-1])
-        changes["cause"] = incident.cause or (named.symptom if named else "node_silent")
+        silent = "node_silent" if rule == "evict_silent" else ""
+        changes["cause"] = incident.cause or (named.symptom if named else silent)
         changes["nodes_out"] = tuple(dict.fromkeys((*incident.nodes_out, *nodes)))
     return changes
 
@@ -163,22 +216,34 @@ def _planned(job: Job, data: DecisionMade) -> Job:
     return job._replace(plan=plan, request=job.request if data.vetoed else "")
 
 
+STAGES = {"start_attempt": "starting", "capture_stacks": "examining", "diagnose": "examining", "group_test": "examining"}
+
+
 def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
     plan = job.plan
-    if plan is not None and plan.decision == data.decision and data.verb != "notify":
-        stage = "starting" if data.verb == "start_attempt" else "stopping"
+    if data.verb == "examine":
+        job = job._replace(examined={**job.examined, data.key: (data.node, data.incident, data.text)})
+    elif plan is not None and plan.decision == data.decision and data.verb != "notify":
+        stage = STAGES.get(data.verb, "stopping")
         job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: data.verb}, stage=stage))
     if data.verb == "evict_node":
         if data.node not in job.evicted:
             place = next((p for p in (*job.places, *job.standbys) if p.node == data.node), Place(node=data.node))
             recent = tuple(e for e in fleet.evictions if e.at_ns > fleet.now_ns - WINDOW_NS_MAX)
             bad = {**fleet.bad_serials, place.serial: data.node} if place.serial else fleet.bad_serials
-            eviction = Eviction(event.time, job.name, data.node, place.rack)
+            group = data.decision if plan is not None and plan.rule == "evict_group" and len(plan.nodes) > 1 else ""
+            eviction = Eviction(event.time, job.name, data.node, place.rack, group)
             fleet = fleet._replace(evictions=(*recent, eviction), bad_serials=bad)
-            job = job._replace(evicted={**job.evicted, data.node: event.time})
+            job = job._replace(
+                evicted={**job.evicted, data.node: event.time},
+                ailing={node: what for node, what in job.ailing.items() if node != data.node},
+            )
+            if fleet.policy.decider.examine_s > 0:
+                rule = plan.rule if plan else ""
+                job = job._replace(unexamined={**job.unexamined, data.node: (data.incident, rule)})
         job = job._replace(evicting={**job.evicting, data.key: data.node})
     elif data.verb == "start_attempt":
         job = _started(job, data)
@@ -191,6 +256,9 @@ def _started(job: Job, data: IntentIssued) -> Job:
     used = {place.node for place in places}
     standbys = tuple(place for place in job.standbys if place.node not in used and place.node not in job.evicted)
     job = job._replace(standbys=standbys, attempt=data.attempt, ended=False, ranks=data.places)
+    if data.revision:
+        revisions = {**job.revisions, data.revision: job.revisions.get(data.revision, -1)}
+        job = job._replace(revision=data.revision, revisions=revisions, next_revision="")
     job = job if places == job.places else job.at(places)
     if job.incident is None:
         return job
@@ -203,6 +271,8 @@ def _attempt_ended(fleet: Fleet, event: Told, data: AttemptEnded) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None or data.attempt != job.attempt:
         return fleet
+    if job.poisoned is not None and job.poisoned[2] == data.attempt:
+        job = job._replace(poisoned=(job.poisoned[0], max(job.poisoned[1], job.last_step), data.attempt))
     return fleet.put(job._replace(ended=True, plan=None if data.reason == "finished" else job.plan))
 
 
@@ -213,7 +283,34 @@ def _closed(fleet: Fleet, event: Told, data: IncidentClosed) -> Fleet:
     return fleet.put(job._replace(incident=None, plan=None if job.plan and job.plan.incident else job.plan))
 
 
+def _stable(fleet: Fleet, event: Told, data: RevisionStable) -> Fleet:
+    job = fleet.jobs.get(data.job)
+    return fleet if job is None else fleet.put(job._replace(stable=data.revision))
+
+
+def _machine_judged(fleet: Fleet, event: Told, data: MachineJudged) -> Fleet:
+    """One that comes back is a standby like any other, and its serial number no reason against it."""
+    job = fleet.jobs.get(data.job)
+    if job is not None:
+        job = job._replace(examined={key: of for key, of in job.examined.items() if of[0] != data.node})
+        fleet = fleet.put(job)
+    if job is None or not data.back or data.node not in job.evicted or data.node in job.by_node:
+        return fleet
+    place = fleet.machines.get(data.node, Place(node=data.node))
+    bad = {serial: node for serial, node in fleet.bad_serials.items() if serial != place.serial}
+    evicted = {node: at for node, at in job.evicted.items() if node != data.node}
+    standbys = (*(spare for spare in job.standbys if spare.node != data.node), place)
+    job = job._replace(
+        evicted=evicted, out=job.out - {data.node}, standbys=standbys,
+        unfit={node: why for node, why in job.unfit.items() if node != data.node},
+    )  # fmt: skip
+    if job.incident and job.incident.blocked == "no_standby":
+        job = with_incident(job, blocked="")
+    return fleet._replace(bad_serials=bad).put(job)
+
+
 DECIDED: Mapping[type, Callable[[Fleet, Told, Any], Fleet]] = {
     IncidentOpened: _opened, EvidenceJudged: _judged, SharedCause: _shared, TimerSet: _timer, DecisionMade: _decided,
-    IntentIssued: _intent, AttemptEnded: _attempt_ended, IncidentClosed: _closed,
+    IntentIssued: _intent, AttemptEnded: _attempt_ended, IncidentClosed: _closed, RevisionStable: _stable,
+    MachineJudged: _machine_judged,
 }  # fmt: skip

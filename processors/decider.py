@@ -15,17 +15,20 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from events import subjects
+from events.action import OutcomeRecorded
 from events.clock import text_of
 from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
-from events.incident import Signal
+from events.incident import ProgressNoted, Signal
 from events.job import HoldPlaced, HoldReleased, PolicyAdopted
 from events.ports import Record
 from events.registry import FACTS, Malformed, canonical, make, parse
+from processors.examinations import judged
 from processors.fleet import REFUSABLE, evolve, refusal
 from processors.judge import judge, owner_of
 from processors.moves import moves
+from processors.revisions import proven
 from processors.state import Fleet
 
 #: More rounds than any input can need; reaching it is a fault of the rules, and is said rather than looped.
@@ -219,6 +222,10 @@ class Decider:
     def _answer(self, turn: _Turn) -> None:
         data = turn.trigger.data
         kind = type(data)
+        if kind is OutcomeRecorded and data.verb == "examine" and (known := turn.fleet.jobs.get(data.job)) is not None:
+            turn.say(judged(turn.fleet, known, data, turn.base))
+        elif kind is ProgressNoted and (known := turn.fleet.jobs.get(turn.trigger.job)) is not None:
+            turn.say(proven(turn.fleet, known, turn.base))
         if kind is Signal:
             job = owner_of(turn.fleet, turn.trigger, data.node)
             turn.say(judge(turn.fleet, job, turn.trigger, turn.base))

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from events.clock import NS
-from events.decision import DecisionMade, IntentIssued, Rung
+from events.decision import DecisionMade, IntentIssued
 from events.envelope import TEXT_MAX, Fact
 from events.ids import derived_id
-from events.job import Place
+from events.job import Mode, Place
 from processors.budget import Over, over_budget
-from processors.ladder import Situation, rung_for
+from processors.ladder import Situation, rule_of
 from processors.state import Fleet, Incident, Job, Plan
 
 Base = dict[str, Any]
@@ -48,33 +48,87 @@ def decision(
 
 def evict(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, node: str) -> list[Fact]:
     """A machine is to go: with it, those whose going was decided in this recovery and may not have come to pass."""
-    rung, rule = rung_for(situation, frozenset())
-    trouble = incident.named.get(node) or job.silent[node]
+    trouble = incident.named.get(node) or job.silent.get(node) or job.ailing[node]
     why = f"{situation.value}: {node} ({trouble.symptom})"
+    return out(fleet, job, incident, base, rule_of(situation, "evict"), situation, (node,), why)
+
+
+def out(
+    fleet: Fleet, job: Job, incident: Incident, base: Base, rule: str, situation: Situation, bad: tuple[str, ...], why: str
+) -> list[Fact]:
+    """These machines are to go, and what stands against it is a veto, told to a person."""
+    what: dict[str, Any] = {"rung": "evict", "rule": rule, "situation": word(situation)}
     mode = fleet.policy.mode_of(rule)
     if mode != "observe" and fleet.held(job.name):  # made again when it is released, by what is then known
-        return [decision(fleet, job, incident, base, rung=rung, rule=rule, nodes=(node,), because=why)]
-    over = over_for(fleet, job, incident, node)
+        return [decision(fleet, job, incident, base, nodes=bad, because=why, **what)]
+    kept = [node for node in bad if stays(fleet, job, node)]
+    if kept:
+        text = f"{why}; a person keeps {', '.join(kept)} in"
+        return [decision(fleet, job, incident, base, nodes=bad, because=text, vetoed="kept", **what)]
+    over = next((found for node in bad if (found := over_for(fleet, job, incident, node)) is not None), None)
     if over is not None:
-        veto = decision(
-            fleet, job, incident, base, rung=rung, rule=rule, nodes=(node,), because=f"{why}; {over}", vetoed="budget"
-        )
+        veto = decision(fleet, job, incident, base, nodes=bad, because=f"{why}; {over}", vetoed="budget", **what)
         return [veto, *hand_over(fleet, job, incident, base, "hand_over", f"{why}, but {over}", after=1)]
     planned = job.plan.nodes if job.plan and job.plan.incident else ()
-    nodes = tuple(dict.fromkeys((*(n for n in (*planned, *job.gone) if n != node and n in job.by_node), node)))
+    before = tuple(n for n in dict.fromkeys((*planned, *job.gone)) if n not in bad and n in job.by_node)
+    nodes = (*with_ailing(fleet, job, (*before, *bad), mode)[len(before) + len(bad) :], *before, *bad)
     standbys = spares_for(fleet, job, nodes)
     if standbys is None:
         text = f"{why}; {no_standby(fleet, job, nodes)}"
-        veto = decision(fleet, job, incident, base, rung=rung, rule=rule, nodes=nodes, because=text, vetoed="no_standby")
+        veto = decision(fleet, job, incident, base, nodes=nodes, because=text, vetoed="no_standby", **what)
         if fleet.policy.decider.no_standby == "hold":
             return [veto]
         return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1)]
-    because = f"{why}; in its place {standbys[-1]}"
-    made = decision(fleet, job, incident, base, rung=rung, rule=rule, nodes=nodes, standbys=standbys, because=because)
-    return [made, *_ask(fleet, job, made, base)]
+    because = f"{why}; in {'its' if len(bad) == 1 else 'their'} place {', '.join(standbys[-len(bad) :])}"
+    made = decision(
+        fleet,
+        job,
+        incident,
+        base,
+        nodes=nodes,
+        standbys=standbys,
+        because=because,
+        restore_below_step=restore_below(job),
+        **what,
+    )
+    return [made, *ask(fleet, job, made, base)]
 
 
-_VETOES = ("budget", "no_standby")
+def word(situation: Situation) -> str:
+    """A situation as events hold it."""
+    return situation.name.lower()
+
+
+def stays(fleet: Fleet, job: Job, node: str) -> bool:
+    """Whether a person keeps it in, now."""
+    return node in job.kept and (job.kept[node] == 0 or fleet.now_ns < job.kept[node])
+
+
+def restore_below(job: Job) -> int:
+    """The step below which a checkpoint must be, so that none of what was computed wrongly is restored; -1: any."""
+    return job.poisoned[0] if job.poisoned else -1
+
+
+#: Modes, the most careful first.
+CAREFUL: tuple[Mode, ...] = ("observe", "approve", "auto")
+
+
+def with_ailing(fleet: Fleet, job: Job, nodes: tuple[str, ...], mode: Mode) -> tuple[str, ...]:
+    """The machines that go with a restart, and those that ail and whose time has come, as far as standbys and budget reach."""
+    allowed = CAREFUL[CAREFUL.index(mode) :]
+    if not job.ailing or fleet.policy.mode_of("evict_ailing") not in allowed:
+        return nodes
+    for node in job.ailing:
+        place = job.by_node.get(node)
+        if place is None or node in nodes or node in job.evicted or stays(fleet, job, node):
+            continue
+        also = tuple(job.by_node[n] for n in nodes if n in job.by_node and n not in job.evicted)
+        if spares_for(fleet, job, (*nodes, node)) is not None and over_budget(fleet, job, place, also) is None:
+            nodes = (*nodes, node)
+    return nodes
+
+
+_VETOES = ("budget", "no_standby", "kept")
 
 
 def over_for(fleet: Fleet, job: Job, incident: Incident, node: str) -> Over | None:
@@ -84,37 +138,22 @@ def over_for(fleet: Fleet, job: Job, incident: Incident, node: str) -> Over | No
     return over_budget(fleet, job, job.by_node[node], tuple(job.by_node[n] for n in promised if n != node))
 
 
-def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
-    """A reattempt in place, or the next rung when those are spent. Machines that are gone already are replaced in it."""
-    rules = fleet.policy.decider
-    spent: set[Rung] = set()
-    if incident.reattempts >= rules.reattempts_max or incident.recoveries >= rules.recoveries_max:
-        spent.add("reattempt")
-    rung, rule = rung_for(situation, frozenset(spent))
-    if rung == "hand_over":
-        used = f"reattempt {incident.reattempts} of at most {rules.reattempts_max} are used"
-        if incident.reattempts < rules.reattempts_max:
-            used = f"{incident.recoveries} of at most {rules.recoveries_max} recoveries are used"
-        return hand_over(fleet, job, incident, base, rule, f"{situation.value}; {why}; {used}")
-    because = f"{situation.value}; {why}; reattempt {incident.reattempts + 1} of at most {rules.reattempts_max}"
-    nodes = job.gone
-    standbys = spares_for(fleet, job, nodes)
-    if standbys is None:
-        text = f"{because}; {no_standby(fleet, job, nodes)}"
-        veto = decision(fleet, job, incident, base, rung=rung, rule=rule, nodes=nodes, because=text, vetoed="no_standby")
-        if fleet.policy.decider.no_standby == "hold" and not fleet.held(job.name):
-            return [veto]
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1)]
-    made = decision(fleet, job, incident, base, rung=rung, rule=rule, because=because, nodes=nodes, standbys=standbys)
-    return [made, *_ask(fleet, job, made, base)]
-
-
 def hand_over(
-    fleet: Fleet, job: Job, incident: Incident | None, base: Base, rule: str, because: str, after: int = 0
+    fleet: Fleet,
+    job: Job,
+    incident: Incident | None,
+    base: Base,
+    rule: str,
+    because: str,
+    after: int = 0,
+    situation: Situation | None = None,
+    mode: Mode | None = None,
 ) -> list[Fact]:
     """A person is called, with the trail in one sentence; `keepstep explain` tells it whole. What a person asked for and does not
     come to pass is told whatever the mode."""
-    what: dict[str, Any] = {} if incident else {"mode": "auto"}
+    what: dict[str, Any] = {} if incident and mode is None else {"mode": mode or "auto"}
+    if situation is not None:
+        what["situation"] = word(situation)
     made = decision(fleet, job, incident, base, rung="hand_over", rule=rule, because=because, after=after, **what)
     if made.mode == "observe" or made.vetoed:
         return [made]
@@ -124,7 +163,7 @@ def hand_over(
     return [made, intent(fleet, job, made, base, verb="notify", text=cut(f"{text}. See: keepstep explain {incident.id}"))]
 
 
-def _ask(fleet: Fleet, job: Job, made: DecisionMade, base: Base) -> list[Fact]:
+def ask(fleet: Fleet, job: Job, made: DecisionMade, base: Base) -> list[Fact]:
     """What waits for a person's yes is told to one."""
     if made.mode != "approve" or made.vetoed:
         return []
@@ -165,9 +204,11 @@ def still_right(fleet: Fleet, job: Job, plan: Plan) -> str:
     for standby in plan.standbys:
         if standby not in usable:
             return f"standby {standby} is not to be used any more"
+    if plan.rule == "override":  # no budget stands against a person's own choice
+        return ""
     new = [job.by_node[node] for node in plan.nodes if node in job.by_node and node not in job.evicted]
-    for i, place in enumerate(new):
-        over = over_budget(fleet, job, place, tuple(new[:i]))
+    for i, place in enumerate(new):  # a group counts as one
+        over = over_budget(fleet, job, place, () if plan.rule == "evict_group" else tuple(new[:i]))
         if over is not None:
             return f"{place.node}: {over}"
     return ""

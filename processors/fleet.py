@@ -16,6 +16,7 @@ from events.job import (
     HoldPlaced,
     HoldReleased,
     JobDeclared,
+    OverrideGiven,
     PolicyAdopted,
     RestartRequested,
     StandbyAdded,
@@ -23,7 +24,9 @@ from events.job import (
 )
 from processors import policy as policies
 from processors.decided import DECIDED, acting
-from processors.state import NAMING, Eviction, Fleet, Incident, Job, Plan, Told, Trouble, with_incident
+from processors.examinations import concluded
+from processors.ladder import EXAMINED_BY
+from processors.state import AILING, METRICS, NAMING, Eviction, Fleet, Incident, Job, Plan, Told, Trouble, with_incident
 
 __all__ = ["NAMING", "Eviction", "Fleet", "Incident", "Job", "Plan", "Trouble", "evolve", "refusal"]
 
@@ -97,6 +100,9 @@ def _declared(fleet: Fleet, event: Told, data: JobDeclared) -> Fleet:
     if known is not None:
         # A run of the same name after its end: numbers go on, so that nothing of the old one can be taken for the new.
         job = job._replace(attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal)
+        job = job._replace(revisions=known.revisions, stable=known.stable)
+    if data.code_revision:
+        job = job._replace(next_revision=data.code_revision)
     return fleet.with_machines(data.job, (*data.nodes, *data.standbys)).put(job)
 
 
@@ -132,7 +138,9 @@ def _unheld(fleet: Fleet) -> Fleet:
 
 def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
-    return fleet if job is None else fleet.put(job._replace(wanted="running", request=data.symptom))
+    if job is None:
+        return fleet
+    return fleet.put(job._replace(wanted="running", request=data.symptom, next_revision=data.revision or job.next_revision))
 
 
 def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:
@@ -145,18 +153,30 @@ def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
     if job is None or job.plan is None or job.plan.decision != data.decision or job.plan.stage != "awaiting":
         return fleet
     plan = job.plan
+    if data.expires_ns and fleet.now_ns > data.expires_ns:
+        return fleet
     if not data.granted:
         return fleet.put(with_incident(job._replace(plan=None), blocked="handed_over", rung="hand_over"))
     if job.incident:
-        job = with_incident(job, **acting(job.incident, plan.rung, plan.nodes))
-    return fleet.put(job._replace(plan=plan._replace(stage="decided")))
+        job = with_incident(job, **acting(fleet, job.incident, plan.rung, plan.rule, plan.nodes))
+    return fleet.put(job._replace(plan=plan._replace(stage="decided", good_until_ns=data.expires_ns)))
+
+
+def _override(fleet: Fleet, event: Told, data: OverrideGiven) -> Fleet:
+    """What a person chose is decided at once, whatever keeps the ladder waiting; but a hold stands for it, too."""
+    job = fleet.jobs.get(data.job)
+    if job is None or (data.expires_ns and fleet.now_ns > data.expires_ns):
+        return fleet
+    if data.remedy == "keep":
+        return fleet.put(job._replace(kept={**job.kept, data.node: data.expires_ns}))
+    return fleet.put(job._replace(override=data))
 
 
 # --- what detectors and actuators say -----------------------------------------------------------------------------------------
 
 
 def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
-    of_the_job = data.symptom == "job_hang" and event.job in fleet.jobs
+    of_the_job = data.symptom in OF_THE_JOB and event.job in fleet.jobs
     name = event.job if of_the_job or not data.node else fleet.owners.get(data.node, event.job)
     job = fleet.jobs.get(name)
     if job is None:
@@ -168,8 +188,22 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
     elif data.symptom == "job_hang" and event.attempt == job.attempt:
         if job.plan and job.plan.stage == "awaiting" and job.incident and not (job.incident.crashed or job.incident.named):
             job = job._replace(plan=None)  # it moves again: the restart that waits for a yes is not wanted any more
+        if job.plan and not job.plan.ends_attempt and job.incident and not job.incident.named:
+            job = job._replace(plan=None)  # nor are stacks of it
         job = with_incident(job, stall=False, hung=False)
+    elif data.symptom == "mfu_decline" and event.attempt == job.attempt:
+        if job.plan and not job.plan.ends_attempt and job.plan.situation == "slow":
+            job = job._replace(plan=None)
+        job = with_incident(job, slow=False)
+    elif data.symptom in METRICS and event.attempt == job.attempt:
+        job = with_incident(job, metric=False)
+    elif data.symptom in AILING and data.node in job.ailing:
+        job = job._replace(ailing={key: value for key, value in job.ailing.items() if key != data.node})
     return fleet.put(job)
+
+
+#: What is said of the job as a whole, on whatever node it was seen.
+OF_THE_JOB = frozenset({"job_hang", "mfu_decline", *METRICS})
 
 
 def _progress(fleet: Fleet, event: Told, data: ProgressNoted) -> Fleet:
@@ -182,6 +216,10 @@ def _progress(fleet: Fleet, event: Told, data: ProgressNoted) -> Fleet:
         last_restored=data.restored_step,
         confirmed=job.attempt if data.first else job.confirmed,
     )
+    if job.poisoned is not None and event.attempt > job.poisoned[2] and data.step > job.poisoned[1]:
+        job = job._replace(poisoned=None)
+    if job.revisions.get(job.revision, 0) < 0:
+        job = job._replace(revisions={**job.revisions, job.revision: max(data.restored_step, 0)})
     return fleet.put(_healthy(job))
 
 
@@ -211,10 +249,14 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     plan = job.plan
     if plan is None or data.key not in plan.pending:
         return fleet.put(job)
+    if data.verb in EXAMINED_BY:
+        return fleet.put(concluded(job, plan, data))
     plan = plan._replace(pending={key: verb for key, verb in plan.pending.items() if key != data.key})
     bad = data.result != "done"
     if data.verb == "stop_attempt" and bad and data.nodes:  # machines that are taken out need not have answered
         bad = any(node not in job.evicted for node in data.nodes)
+    if data.verb == "stop_attempt" and not bad and not data.nodes:
+        job = job._replace(stopped=job.attempt)
     # An eviction or a wake-up that failed does not stop the recovery: what counts is whether the attempt starts.
     if bad and data.verb in ("stop_attempt", "start_attempt"):
         plan = plan._replace(failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
@@ -242,5 +284,5 @@ _CHANGES: Mapping[type, Callable[[Fleet, Told, Any], Fleet]] = {
     DeciderStarted: _decider_started, PolicyAdopted: _policy, CatalogueAdopted: _catalogue, JobDeclared: _declared,
     StandbyAdded: _standby, HoldPlaced: _hold, HoldReleased: _release, RestartRequested: _restart, StopRequested: _stop,
     ApprovalGiven: _approval, SignalCleared: _cleared, ProgressNoted: _progress, JobFinished: _finished,
-    OutcomeRecorded: _outcome, TimerFired: _fired, **DECIDED,
+    OverrideGiven: _override, OutcomeRecorded: _outcome, TimerFired: _fired, **DECIDED,
 }  # fmt: skip

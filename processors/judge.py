@@ -9,10 +9,12 @@ from events.decision import EvidenceJudged, IncidentOpened
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import Signal, SignalCleared
-from processors.state import NAMING, Fleet, Job
+from processors.state import AILING, HUNG, METRICS, NAMING, Fleet, Job
 
 #: Symptoms of the job as a whole that open an incident by themselves.
-OF_THE_JOB = frozenset({"rank_exit", "job_hang"})
+OF_THE_JOB = frozenset({"rank_exit", "job_hang", "mfu_decline", "user_code_error", *METRICS})
+#: Of those, the ones that open nothing unless their confidence is high: a single spike, an exception that machines may raise too.
+ONLY_HIGH = frozenset({"mfu_decline", "user_code_error", *METRICS})
 
 
 _CLAIMS = (Signal, SignalCleared)
@@ -59,10 +61,17 @@ def judge(fleet: Fleet, job: Job | None, event: AnyEvent, base: dict[str, Any]) 
             attempt=event.attempt,
             step=signal.step,
             seen_ns=signal.seen_ns,
+            bad_step=signal.bad_step,
+            quote=signal.evidence if signal.symptom == "user_code_error" else "",
             **base,
         )
     )
     return facts
+
+
+def _in_trouble(job: Job) -> bool:
+    incident = job.incident
+    return incident is not None and (incident.crash or incident.stall or incident.hung or job.plan is not None)
 
 
 _BLANK = {name: None if info.is_required() else info.default for name, info in sorted(EvidenceJudged.model_fields.items())}
@@ -94,9 +103,18 @@ def _verdict(fleet: Fleet, job: Job | None, event: AnyEvent, signal: Signal) -> 
     if event.attempt > job.attempt:
         return "recorded", f"it speaks of attempt {event.attempt}, which was never started"
     naming = signal.symptom in NAMING and signal.confidence == "high"
+    if naming and signal.symptom == HUNG and not _in_trouble(job):
+        return (
+            "recorded",
+            "the driver hangs under a job that goes on: the machine is replaced when the job stops for whatever reason",
+        )
     if signal.confidence == "sympathetic" and signal.symptom not in OF_THE_JOB:
         return "sympathetic", "what a job's own crash leaves behind on healthy machines names nobody"
+    if signal.symptom in ONLY_HIGH and signal.confidence != "high":
+        return "recorded", f"{signal.symptom} of {signal.confidence} confidence is no reason to stop a job"
     if not (naming or signal.symptom == "node_silent" or signal.symptom in OF_THE_JOB):
+        if signal.symptom in AILING:
+            return "recorded", "the machine ails while steps go on: it is replaced at the next restart"
         return "recorded", f"{signal.symptom} of {signal.confidence} confidence opens nothing under this version's rules"
     if job.wanted != "running":
         return "recorded", "the job is stopped or finished by plan"

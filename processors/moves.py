@@ -13,7 +13,6 @@ from events.ids import derived_id
 from processors import plan_moves
 from processors.decisions import (
     Base,
-    answer,
     cut,
     decision,
     evict,
@@ -21,11 +20,16 @@ from processors.decisions import (
     no_standby,
     over_for,
     spares_for,
+    stays,
     still_right,
+    with_ailing,
 )
+from processors.examinations import examine
 from processors.ladder import Situation
+from processors.overrides import overridden
+from processors.remedies import answer, go_on
 from processors.shared_cause import causes, uncovered
-from processors.state import Fleet, Incident, Job
+from processors.state import HUNG, Fleet, Incident, Job
 
 Rule = Callable[[Fleet, Job, Base], list[Fact]]
 
@@ -68,7 +72,7 @@ def _requested(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return []
     asked = {"declared": "the job was declared", "stop": "a stop was asked for"}
     what = asked.get(job.request, f"a restart was asked for ({job.request})")
-    gone = job.gone if job.wanted == "running" else ()
+    gone = with_ailing(fleet, job, job.gone, "auto") if job.wanted == "running" else ()
     standbys = spares_for(fleet, job, gone)
     if standbys is None and not held:
         why = f"{what}, but {no_standby(fleet, job, gone)}; add standbys and ask again"
@@ -126,6 +130,9 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     if incident is None:
         return []
     suspects = [(Situation.NAMED, incident.named)]
+    if incident.crash or incident.stall:  # a driver that hung under a running job names its machine now
+        hung = {node: trouble for node, trouble in job.ailing.items() if trouble.symptom == HUNG}
+        suspects.append((Situation.NAMED, hung))
     if _second_channel(job, incident):
         suspects.append((Situation.SILENT, job.silent))
     settled, waits = "shared_window" in incident.due, False
@@ -133,7 +140,7 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         spent: set[str] = set()
         for place in uncovered(job, incident, troubled):
             node = place.node
-            if node in job.evicted or node in incident.answered:
+            if node in job.evicted or (node in incident.answered and not _free_again(fleet, job, incident, node)):
                 continue
             # Silence, or what goes beyond a budget or the standbys, may be of many: whether it is shared shows within a moment.
             if not settled and (situation is Situation.SILENT or place.rack in spent):
@@ -150,25 +157,58 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     return [_settling(fleet, job, incident, base)] if waits and "shared_window" not in incident.timers else []
 
 
+def _free_again(fleet: Fleet, job: Job, incident: Incident, node: str) -> bool:
+    """A person kept it in, and does not any more."""
+    return incident.answered[node] == "kept" and not stays(fleet, job, node)
+
+
 def _settling(fleet: Fleet, job: Job, incident: Incident, base: Base) -> TimerSet:
     return timer(fleet, job, incident, "shared_window", fleet.policy.shared_causes.settle_s, base)
+
+
+#: Stages in which the job's processes are being ended, looked at or started.
+ON_THE_WAY = ("decided", "stopping", "examining", "starting")
 
 
 def _second_channel(job: Job, incident: Incident) -> bool:
     """A silent node alone may have lost its agent only. A stalled or crashed job agrees, and so does a recovery that needs it."""
     plan = job.plan
-    recovering = plan is not None and bool(plan.incident) and plan.stage in ("decided", "stopping", "starting")
+    recovering = plan is not None and bool(plan.incident) and plan.ends_attempt and plan.stage in ON_THE_WAY
     failing = plan is not None and bool(plan.incident) and bool(plan.failed or plan.overdue)
     return incident.crash or incident.stall or recovering or failing
 
 
 def _still_right(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
-    """What waited for a yes is looked at again before it acts."""
-    incident, plan = _open(job), job.plan
-    if incident is None or plan is None or plan.stage != "decided" or not plan.nodes or fleet.held(job.name):
+    """What waited for a yes, or was held after it, is looked at again before it acts."""
+    incident, plan = job.incident, job.plan
+    if incident is None or plan is None or plan.stage != "decided" or fleet.held(job.name):
         return []
     why = still_right(fleet, job, plan)
+    if plan.good_until_ns and fleet.now_ns > plan.good_until_ns:
+        why = "the yes to it ran out before it could be begun"
     return hand_over(fleet, job, incident, base, "hand_over", f"what was decided can't be done any more: {why}") if why else []
+
+
+def _go_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
+    incident = _open(job)
+    if incident is None or not incident.going_on or job.plan is not None:
+        return []
+    return go_on(fleet, job, incident, base)
+
+
+def _answer_metric(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
+    incident = _open(job)
+    if incident is None or not incident.metric or (job.plan and job.plan.stage == "awaiting"):
+        return []
+    why = f"from step {incident.bad_step} on; nothing of it is restored"
+    return answer(fleet, job, incident, base, Situation.METRIC, why)
+
+
+def _answer_slow(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
+    incident = _open(job)
+    if incident is None or not incident.slow or job.plan is not None or incident.crash or incident.stall:
+        return []
+    return answer(fleet, job, incident, base, Situation.SLOW, "it trains on meanwhile")
 
 
 def _answer_failure(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
@@ -193,6 +233,9 @@ def _answer_crash(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     if _silence_settles(job, incident):
         return []
     waited = rules.culprit_window_s if incident.window == "root" else rules.root_window_s
+    if incident.code:
+        why = f"at step {max(job.last_step, incident.step)}: {incident.code}"
+        return answer(fleet, job, incident, base, Situation.USER_CODE, why)
     return answer(fleet, job, incident, base, Situation.CRASH, f"no line named a machine within {waited:g} s")
 
 
@@ -202,7 +245,7 @@ def _answer_stall(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return []
     if _silence_settles(job, incident):
         return []
-    return answer(fleet, job, incident, base, Situation.STALL, "every rank is killed and started again")
+    return answer(fleet, job, incident, base, Situation.STALL, f"the last step was {job.last_step}")
 
 
 def _silence_settles(job: Job, incident: Incident) -> bool:
@@ -239,10 +282,13 @@ def _recovered(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 
 def _nothing_left(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     incident = job.incident
-    if incident is None or job.plan is not None or incident.crash or incident.stall:
+    if incident is None or job.plan is not None or incident.crash or incident.stall or incident.metric or incident.going_on:
         return []
     if incident.blocked not in ("", "handed_over") or any(node in job.by_node for node in job.silent):
         return []
+    if job.ended and job.wanted == "running":  # by us, and what would start it again only watches by now
+        why = "the job was stopped to be looked at, and the rule that would start it again observes"
+        return [] if incident.blocked else hand_over(fleet, job, incident, base, "hand_over", why, mode="auto")
     if not (incident.crashed or incident.named or incident.hung):  # silence or a stall that went by itself
         symptom = "monitor_lost" if incident.symptom == "node_silent" else incident.symptom
         return [closing(fleet, job, incident, "cleared", base, symptom=symptom)]
@@ -258,14 +304,19 @@ RULES: tuple[Rule, ...] = (
     _name_shared_causes,
     _evict,
     _page_for_shared_cause,
+    overridden,
     _still_right,
     plan_moves.carry_on,
     _recovered,
     _answer_failure,
+    _go_on,
     _answer_crash,
     _answer_stall,
+    _answer_metric,
+    _answer_slow,
     _watch_silence,
     _nothing_left,
+    examine,
 )
 
 

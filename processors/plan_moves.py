@@ -7,7 +7,9 @@ from events.clock import NS
 from events.decision import AttemptEnded, IntentIssued, RankPlace, TimerSet
 from events.envelope import Fact
 from events.ids import derived_id
-from processors.decisions import Base, hand_over, intent
+from processors.decisions import Base, hand_over, intent, restore_below
+from processors.examinations import look
+from processors.ladder import EXAMINATIONS
 from processors.state import Fleet, Job, Plan
 
 
@@ -21,7 +23,7 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     if plan.stage == "decided":
         return _begin(fleet, job, plan, base)
     if plan.stage == "stopping" and not plan.stop_only and _may_start(job, plan):
-        return [_start(fleet, job, plan, base)]
+        return [look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base)]
     return []
 
 
@@ -35,15 +37,17 @@ def _may_start(job: Job, plan: Plan) -> bool:
 
 def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     facts: list[Fact] = []
-    if not job.ended:
+    if not job.ended and plan.ends_attempt:
         facts.append(AttemptEnded(job=job.name, attempt=job.attempt, reason="stopped", **base))
-    at_ns = fleet.now_ns + int(fleet.policy.decider.recovery_deadline_s * NS)
+    at_ns = fleet.now_ns + int(_deadline_s(fleet, plan) * NS)
     timer = derived_id("timer", job.name, plan.decision, "recovery_deadline", 0)
     facts.append(TimerSet(timer=timer, job=job.name, incident=plan.incident, purpose="recovery_deadline", at_ns=at_ns, **base))
+    if not plan.ends_attempt:
+        return [*facts, look(fleet, job, plan, base)]
     # A machine that goes and is not heard anyway is not waited for: its eviction fences it.
     lost = {node for node in plan.nodes if node in job.silent or node in job.out}
     nodes = tuple(place.node for place in job.places if place.node not in lost)
-    if job.attempt > 0 and nodes:
+    if job.attempt > 0 and nodes and (job.stopped != job.attempt or plan.stop_only):
         facts.append(
             intent(fleet, job, plan, base, verb="stop_attempt", nodes=nodes, attempt=job.attempt, graceful=plan.graceful)
         )
@@ -53,8 +57,17 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     for node in plan.standbys:
         facts.append(intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt))
     if not any(isinstance(fact, IntentIssued) for fact in facts) and not plan.stop_only:
-        facts.append(_start(fleet, job, plan, base))
+        facts.append(look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base))
     return facts
+
+
+def _deadline_s(fleet: Fleet, plan: Plan) -> float:
+    """Until the first healthy step, or until an examination is over: the stop, and the look itself."""
+    rules = fleet.policy.decider
+    looking_s = {
+        "aggregate_stacks": rules.slow_rounds * rules.slow_every_s, "diagnose": rules.tests_within_s, "group_test": 2 * rules.replay_within_s,
+    }  # fmt: skip
+    return rules.recovery_deadline_s if plan.rung not in looking_s else looking_s[plan.rung] + 2 * rules.action_deadline_s
 
 
 def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
@@ -69,7 +82,8 @@ def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
     )
     return intent(
         fleet, job, plan, base, verb="start_attempt", attempt=job.attempt + 1, places=places,
-        nodes=tuple(nodes), world_size=per_node * len(places),
+        nodes=tuple(nodes), world_size=per_node * len(places), revision=plan.revision or job.next_revision or job.revision,
+        restore_below_step=plan.restore_below_step if plan.restore_below_step >= 0 else restore_below(job),
     )  # fmt: skip
 
 

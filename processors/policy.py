@@ -173,9 +173,33 @@ class Decider(_Section):
     #: For one action from intent to outcome.
     action_deadline_s: Seconds = 120.0
     #: Reattempts in place in one incident before a person is called.
-    reattempts_max: Count = 2
+    reattempts_max: Count = 1
     #: All recoveries in one incident, of whatever rung.
     recoveries_max: Count = 6
+    #: The ladder's rungs that may be taken; one left out is passed over.
+    rungs: tuple[Literal["aggregate_stacks", "diagnose", "reattempt", "roll_back", "group_test"], ...] = (
+        "aggregate_stacks", "diagnose", "reattempt", "roll_back", "group_test",
+    )  # fmt: skip
+    #: Stacks of a stalled job are taken once, of a slow one in so many rounds, so far apart.
+    slow_rounds: Annotated[int, Field(ge=1, le=100)] = 5
+    slow_every_s: Seconds = 10.0
+    #: A parallel group of more machines, or of more than this share of the job's, is not evicted on the word of stacks.
+    group_machines_max: Count = 16
+    group_share_max: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    #: Tests of stopped machines: which, after what; and the time they may take together.
+    tests: tuple[Annotated[str, Field(max_length=64)], ...] = ("gpu_self_test", "dcgm", "all_to_all", "all_gather")
+    metric_tests: tuple[Annotated[str, Field(max_length=64)], ...] = (
+        "gpu_self_test", "dcgm", "all_to_all", "all_gather", "reference_step",
+    )  # fmt: skip
+    tests_within_s: Seconds = 300.0
+    #: A revision that ran so many steps is stable.
+    stable_steps: Annotated[int, Field(ge=1, le=10_000_000)] = 100
+    #: The steps of a group's replay, and its time.
+    replay_steps: Annotated[int, Field(ge=1, le=100_000)] = 20
+    replay_within_s: Seconds = 1800.0
+    #: An evicted machine is examined for so long (0: not at all); one that is neither confirmed nor exonerated stays out or is watched.
+    examine_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 600.0
+    unproven: Literal["out", "watch"] = "out"
     #: An incident in which nothing was done closes after this long of progress without new evidence.
     quiet_s: Seconds = 60.0
     no_standby: Literal["hand_over", "hold"] = "hand_over"
@@ -187,6 +211,15 @@ RULES: Mapping[str, str] = {
     "evict_silent": "a node is silent and its job stalled, or its rank is gone: evict it",
     "reattempt_crash": "a crash without a culprit: reattempt in place",
     "reattempt_hang": "no progress past the phase's limit: kill and reattempt in place",
+    "evict_ailing": "a machine ails while steps go on: replaced at the next restart",
+    "aggregate_stacks": "a hang, or a slow run: take the stacks of all processes, and look who stands apart",
+    "evict_group": "stacks name a parallel group: evict it",
+    "diagnose": "a crash or a wrong metric without a culprit: stop, and test the machines",
+    "evict_tested": "a test names a machine: evict it",
+    "roll_back": "the code is newer than the last stable revision: go back to that",
+    "group_test": "still failing: replay the job in groups, twice",
+    "evict_replayed": "replays name a machine: evict it",
+    "examine_evicted": "an evicted machine is examined, off the critical path",
     "shared_cause": "many nodes of one rack, switch or bus at once: one page, nobody evicted for it",
     "hand_over": "nothing left to try: a person",
 }

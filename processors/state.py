@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from events.decision import RankPlace, Rung
-from events.job import JobDeclared, Place
+from events.job import JobDeclared, OverrideGiven, Place
+from processors.ladder import Last
 from processors.policy import Policy
 
 #: Symptoms that, of high confidence, name a machine (ByteRobust section 4.1: skip the diagnostics; links that flap twice within 5
@@ -25,6 +26,13 @@ NAMING = frozenset(
         "fs_mount",
     }
 )
+
+#: Symptoms of a machine that ails while steps go on: it is replaced at the next restart, whatever brings that (DESIGN section 7). A
+#: driver that hangs under a running job is one too; once the job stalls or crashes it names the machine.
+AILING = frozenset({"gpu_driver_hang", "gpu_memory_error", "gpu_thermal", "ib_error", "nvlink_error"})
+HUNG = "gpu_driver_hang"
+#: Symptoms that say that what the job computes is wrong.
+METRICS = frozenset({"nan_value", "loss_spike"})
 
 
 class Told(Protocol):
@@ -109,6 +117,20 @@ class Incident(NamedTuple):
     nodes_out: tuple[str, ...] = ()
     #: '' (open), 'held', 'no_standby' or 'handed_over': why nothing more is decided for now.
     blocked: str = ""
+    #: What was tried last, and came to nothing: the ladder goes on from there.
+    last: Last = Last.NOTHING
+    #: The present attempt computes wrong numbers, from this step on; is slow; died of an exception of its own code (quoted).
+    metric: bool = False
+    bad_step: int = -1
+    slow: bool = False
+    code: str = ""
+    #: An examination is over, and the ladder goes on in this situation. Whom it named, for which rule, with what words; of stacks, the
+    #: group.
+    going_on: str = ""
+    suspects: tuple[str, ...] = ()
+    suspected_by: str = ""
+    finding: str = ""
+    group: str = ""
 
     def waits_for(self, purpose: str) -> bool:
         """Whether a timer for it is set and has not fired."""
@@ -117,7 +139,8 @@ class Incident(NamedTuple):
 
 class Plan(NamedTuple):
     """What a decision set in motion. `stage`: awaiting (an approval), held (a planned one, under a hold), decided, stopping,
-    starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome yet."""
+    examining, starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome
+    yet. `situation`: of an examination, what it looks into."""
 
     decision: str
     incident: str
@@ -132,6 +155,17 @@ class Plan(NamedTuple):
     graceful: bool = False
     deadline: str = ""
     overdue: bool = False
+    rule: str = ""
+    situation: str = ""
+    revision: str = ""
+    restore_below_step: int = -1
+    #: A person's yes to it is good until then (0: for as long as it takes).
+    good_until_ns: int = 0
+
+    @property
+    def ends_attempt(self) -> bool:
+        """Whether the attempt that runs is over with it: stacks alone are taken of a living job."""
+        return self.rung != "aggregate_stacks"
 
 
 class Job(NamedTuple):
@@ -143,6 +177,8 @@ class Job(NamedTuple):
     standbys: tuple[Place, ...]
     attempt: int = 0
     ended: bool = True
+    #: The newest attempt of which every reachable rank is known to be stopped.
+    stopped: int = 0
     epoch: int = 0
     ordinal: int = 0
     wanted: str = "running"
@@ -164,6 +200,23 @@ class Job(NamedTuple):
     last_restored: int = -1
     #: Where the ranks of the attempt are.
     ranks: tuple[RankPlace, ...] = ()
+    #: The code revision that runs, and the one that a person asked to run from the next start on; those that ever ran, in order, each with the step that its first attempt began at (-1: not known
+    #: yet); and the newest that proved stable.
+    revision: str = ""
+    next_revision: str = ""
+    revisions: Mapping[str, int] = {}
+    stable: str = ""
+    #: Steps that were computed wrongly, from and to, and in which attempt: checkpoints of them are not restored until a later attempt is
+    #: past them.
+    poisoned: tuple[int, int, int] | None = None
+    #: Machines that ail, to be replaced at the next restart; and those that a person keeps in, node -> until when (0: for good).
+    ailing: Mapping[str, Trouble] = {}
+    kept: Mapping[str, int] = {}
+    #: What a person chose in place of the ladder, not yet decided.
+    override: OverrideGiven | None = None
+    #: Evicted machines that are still to be examined, node -> (incident, rule); and those that are, intent's key -> the same.
+    unexamined: Mapping[str, tuple[str, str]] = {}
+    examined: Mapping[str, tuple[str, str, str]] = {}
     #: Of the places: each by its node, and how many share what.
     by_node: Mapping[str, Place] = {}
     sizes: Mapping[Scope, int] = {}
@@ -183,7 +236,8 @@ class Job(NamedTuple):
     @property
     def quiet(self) -> bool:
         """Nothing is open and nothing is asked for: no rule has anything to say."""
-        return self.incident is None and self.plan is None and not self.request and (self.wanted != "finished" or self.ended)
+        open_ = self.incident is not None or self.plan is not None or self.request or self.override or self.unexamined
+        return not open_ and (self.wanted != "finished" or self.ended)
 
     @property
     def gone(self) -> tuple[str, ...]:
@@ -192,10 +246,13 @@ class Job(NamedTuple):
 
 
 class Eviction(NamedTuple):
+    """`group`: the decision that evicted a whole parallel group, which counts as one in a budget; empty for a machine by itself."""
+
     at_ns: int
     job: str
     node: str
     rack: str
+    group: str = ""
 
 
 class Fleet(NamedTuple):

@@ -93,7 +93,7 @@ WITH opened AS (
     FROM ledger WHERE role = 'decider' AND kind = 'incident_closed' GROUP BY incident
 ), last_decision AS (
     SELECT incident, max(decided_ns) AS decided_ns, arg_max(rung, sequence) FILTER (acts) AS rung
-    FROM decisions WHERE incident <> '' AND rung NOT IN ('wait', 'none') GROUP BY incident
+    FROM decisions WHERE incident <> '' AND rung NOT IN ('wait', 'none') AND rule <> 'examine_evicted' GROUP BY incident
 ), troubles AS (
     SELECT o.job, o.epoch, o.incident, coalesce(c.symptom, o.symptom) AS symptom,
            coalesce(c.mechanism, d.rung) AS mechanism, coalesce(c.outcome, 'open') AS outcome,

@@ -3,7 +3,7 @@ budgets, approvals), and knows nothing of how the decider is made."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from events.decision import (
     IncidentClosed,
     IncidentOpened,
     IntentIssued,
+    MachineJudged,
+    RevisionStable,
     TimerSet,
 )
 from events.envelope import AnyEvent
@@ -72,6 +74,7 @@ class Checker:
     old_intents: dict[str, IntentIssued] = field(default_factory=dict)
     outcomes: dict[str, OutcomeRecorded] = field(default_factory=dict)
     evictions: list[tuple[int, str, str, str]] = field(default_factory=list)
+    stable: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     judged: Counter[str] = field(default_factory=Counter)
     ids: set[str] = field(default_factory=set)
     inputs: set[str] = field(default_factory=set)
@@ -132,7 +135,7 @@ class Checker:
 
     def _watched(self, job: JobSeen) -> bool:
         """The policy changed to watching or to waiting for a standby while it was down."""
-        made = [d for d in self.decisions.values() if d.job == job.declared.job]
+        made = [d for d in self.decisions.values() if d.job == job.declared.job and d.rule != "examine_evicted"]
         return made[-1].mode == "observe" or (made[-1].vetoed == "no_standby" and self.policy.decider.no_standby == "hold")
 
     # -- the decider's
@@ -164,9 +167,26 @@ class Checker:
         elif isinstance(fact, IntentIssued):
             assert job is not None
             self._intent(fact, job)
+        elif isinstance(fact, RevisionStable):
+            assert job is not None and fact.attempt == job.attempt
+            self.stable[fact.job].add(fact.revision)
+        elif isinstance(fact, MachineJudged):
+            assert job is not None
+            self._machine(fact, job)
         elif isinstance(fact, AttemptEnded):
             assert job is not None and fact.attempt == job.attempt
             job.down = self.last if fact.reason == "stopped" else 0
+
+    def _machine(self, fact: MachineJudged, job: JobSeen) -> None:
+        """One that comes back may serve, and be evicted, again."""
+        keys = [key for key, i in self.intents.items() if i.job == fact.job and i.node == fact.node and i.verb == "evict_node"]
+        assert keys, "a machine is judged that was not evicted"
+        if fact.back:
+            assert fact.verdict != "confirmed" and fact.node not in {p.node for p in job.places}
+            places = (*job.declared.nodes, *job.declared.standbys, *job.spares.values())
+            job.spares[fact.node] = next(p for p in places if p.node == fact.node)
+            for key in keys:
+                self.old_intents[key] = self.intents.pop(key)
 
     def _another_run(self, old: JobSeen, declared: JobDeclared) -> JobSeen:
         assert not old.incident
@@ -183,16 +203,25 @@ class Checker:
         assert fact.ordinal > job.ordinal
         job.ordinal = fact.ordinal
         assert fact.policy_digest == self.policy_digest
-        if fact.rung == "planned" or not fact.incident:
+        if fact.rule == "examine_evicted":
+            assert fact.mode == ("observe" if self.policy.mode_of(fact.rule) == "observe" else "auto")
+        elif fact.rung == "planned" or not fact.incident or fact.rule == "override":
             assert fact.mode == "auto"
         else:
             assert fact.incident == job.incident, "decided in an incident that is not open"
-            assert fact.mode == self.policy.mode_of(fact.rule)
+            modes = {self.policy.mode_of(fact.rule)}
+            if fact.rung in ("diagnose", "group_test"):  # as careful as what would start the job again
+                modes |= {self.policy.mode_of("reattempt_crash"), self.policy.mode_of("reattempt_hang")}
+            assert fact.mode in modes or (fact.rung == "hand_over" and job.down), f"decided in mode {fact.mode}"
         if fact.mode != "observe" and not fact.vetoed:
             assert not self.held(fact.job), "decided to act under a hold"
-        if not fact.vetoed and fact.rung == "reattempt":
+        if not fact.vetoed and fact.rung == "reattempt" and fact.rule != "override":
             job.recoveries["reattempt"] += 1
             assert job.recoveries["reattempt"] <= self.policy.decider.reattempts_max
+        if fact.rule == "evict_group" and not fact.vetoed:
+            assert len(fact.nodes) < len(job.places), "the whole job is evicted as a group"
+        if fact.rung == "roll_back" and not fact.vetoed and fact.rule != "override":
+            assert fact.revision in self.stable[fact.job], "a rollback to what was never stable"
         if fact.rung == "evict" and not fact.vetoed:
             assert len(fact.nodes) == len(set(fact.nodes)) == len(fact.standbys) == len(set(fact.standbys)) > 0
             assert set(fact.nodes) <= {p.node for p in job.places}
@@ -207,9 +236,14 @@ class Checker:
         if fact.verb == "notify":
             job.paged = self.last
             return
+        if fact.verb == "examine":
+            gone = {i.node for i in self.intents.values() if i.job == fact.job and i.verb == "evict_node"}
+            assert fact.node in gone, "a machine that was not evicted is examined as if it were"
+            return
         if made.mode == "approve":
             assert made.decision in self.approved, "an intent without the yes"
-        newest = [d for d in self.decisions.values() if d.job == fact.job and not d.vetoed and d.mode != "observe"][-1]
+        mine = [d for d in self.decisions.values() if d.job == fact.job and d.rule != "examine_evicted"]
+        newest = [d for d in mine if not d.vetoed and d.mode != "observe"][-1]
         assert newest.decision == fact.decision, "an intent of a decision that another took the place of"
         if fact.verb == "evict_node":
             self._eviction(fact, job)
@@ -230,7 +264,11 @@ class Checker:
         ]
         if place.rack:
             scopes.append((rules.rack, 2, sum(p.rack == place.rack for p in everyone.values())))
-        mine = (self.now_ns, fact.job, place.rack, fact.node)
+        made = self.decisions[fact.decision]
+        if made.rule == "override":
+            return
+        group = fact.decision if made.rule == "evict_group" and len(made.nodes) > 1 else fact.node
+        mine = (self.now_ns, fact.job, place.rack, group)
         for budget, field_, machines in scopes:
             of_scope = [
                 e
@@ -238,7 +276,10 @@ class Checker:
                 if e[0] > self.now_ns - int(budget.window_s * NS) and (field_ == 0 or e[field_] == mine[field_])
             ]
             most = min(budget.evictions_max, max(1, int(budget.share_max * machines)))
-            assert len(of_scope) < most, f"over a budget of {most}: {of_scope} and {mine}"
+            others = [e for e in of_scope if e[3] == fact.node] + sorted(
+                {e for e in of_scope if e[3] not in (group, fact.node)}
+            )
+            assert len(others) < most, f"over a budget of {most}: {of_scope} and {mine}"
         self.evictions.append(mine)
 
     def _start(self, fact: IntentIssued, made: DecisionMade, job: JobSeen) -> None:
@@ -247,7 +288,14 @@ class Checker:
         assert len(nodes) == len(set(nodes)) == len(job.places), "a machine has two places, or a place is lost"
         gone = {i.node for i in self.intents.values() if i.verb == "evict_node" and i.job == fact.job}
         assert not gone & set(nodes), f"a start on evicted machines: {gone & set(nodes)}"
-        stops = [i for i in self.intents.values() if i.decision == fact.decision and i.verb == "stop_attempt"]
+        stops = [
+            i for i in self.intents.values() if i.verb == "stop_attempt" and i.job == fact.job and i.attempt == job.attempt
+        ]
+        mine = [i for i in stops if i.decision == fact.decision]
+        if mine or not any(i.key in self.outcomes and self.outcomes[i.key].result == "done" for i in stops):
+            stops = mine
+        else:  # it was stopped to be looked at
+            stops = [i for i in stops if i.key in self.outcomes and self.outcomes[i.key].result == "done"]
         for stop in stops:
             outcome = self.outcomes.get(stop.key)
             assert outcome is not None, "a start while a stop is pending"

@@ -18,6 +18,7 @@ from events import subjects
 from events.action import OutcomeRecorded
 from events.clock import NS
 from events.decision import DeciderStarted, IntentIssued, TimerSet
+from events.finding import CheckResult, ReplayResult, StackRound
 from events.ids import derived_id
 from events.incident import JobFinished, ProgressNoted, Signal, SignalCleared
 from events.job import (
@@ -25,6 +26,7 @@ from events.job import (
     HoldPlaced,
     HoldReleased,
     JobDeclared,
+    OverrideGiven,
     Place,
     PolicyAdopted,
     RestartRequested,
@@ -52,6 +54,8 @@ class Story:
         self.names: dict[str, str] = {}
         self.intents: dict[str, IntentIssued] = {}
         self.answered: set[str] = set()
+        #: What the next examination by a verb will find.
+        self.findings: dict[str, dict[str, Any]] = {}
         self.kinds: Counter[str] = Counter()
         self._count = 0
         self.say_started()
@@ -96,6 +100,7 @@ class Story:
             result=result,
             detail=detail,
             nodes=nodes,
+            **(self.findings.pop(intent.verb, {}) if result == "done" else {}),
         )
         event = make(
             fact,
@@ -150,7 +155,7 @@ class Story:
             elif key == "places":
                 value = ",".join(f"{p['node']}:{p['first_rank']}" for p in (fact.model_dump()["places"]))
             elif isinstance(value, list):
-                value = ",".join(value)
+                value = "|".join("/".join(map(",".join, v)) for v in value) if key == "groups" else ",".join(value)
             shown.append(f"{key}={value!r}" if isinstance(value, str) and " " in value else f"{key}={value}")
         return f"{fact.kind()} " + " ".join(shown)
 
@@ -185,8 +190,12 @@ class Story:
             job=plain[0],
             nodes=tuple(map(place, nodes)),
             standbys=tuple(map(place, standbys)),
-            dp=len(nodes),
+            tp=int(options.get("tp", 1)),
+            pp=int(options.get("pp", 1)),
+            dp=int(options.get("dp", len(nodes))),
+            ranks_per_node=int(options.get("ranks", 1)),
             command=("train",),
+            code_revision=options.get("revision", ""),
         )
         self.say(declared, "operator", plain[0])
 
@@ -196,6 +205,7 @@ class Story:
         fact = Signal(
             symptom=plain[0], node=plain[1] if len(plain) > 1 else "", rank=int(options.get("rank", -1)), rule=options.get("rule", ""),
             confidence=options.get("confidence", "low"), evidence=options.get("evidence", ""), seen_ns=seen,
+            step=int(options.get("step", -1)), bad_step=int(options.get("bad_step", -1)),
         )  # fmt: skip
         self.say(fact, "detector", job, attempt=int(options.get("attempt", 0)))
 
@@ -230,7 +240,13 @@ class Story:
 
     def _restart(self, plain: list[str], options: dict[str, str]) -> None:
         self.say(
-            RestartRequested(job=plain[0], reason="r", author="a", symptom=options.get("symptom", "operator_restart")),
+            RestartRequested(
+                job=plain[0],
+                reason="r",
+                author="a",
+                symptom=options.get("symptom", "operator_restart"),
+                revision=options.get("revision", ""),
+            ),
             "operator",
             plain[0],
         )
@@ -257,9 +273,43 @@ class Story:
         nodes = tuple(options["nodes"].split(",")) if "nodes" in options else ()
         self.outcome(self.intents[key], options["result"], nodes, options.get("detail", ""))
 
+    def _override(self, plain: list[str], options: dict[str, str]) -> None:
+        expires = self.now + int(float(options["for"]) * NS) if "for" in options else 0
+        fact = OverrideGiven(
+            job=plain[0], remedy=plain[1], node=options.get("node", ""), revision=options.get("revision", ""), reason="r", author="a",
+            expires_ns=expires,
+        )  # fmt: skip
+        self.say(fact, "operator", plain[0])
+
+    def _found(self, plain: list[str], options: dict[str, str]) -> None:
+        """What the next examination finds: `found stacks 3,4 [5]` (outlying ranks, a round each), `found tests b`, `found replays 0 1` (the
+        failing groups of the two phases), `found examined b`."""
+        what, *rest = plain
+        if what == "stacks":
+            rounds = tuple(StackRound(outliers=tuple(map(int, r.split(","))), ranks=1, stuck_at=("all_reduce",)) for r in rest)
+            self.findings["capture_stacks"] = {"stacks": rounds}
+        elif what in ("tests", "examined"):
+            verb, test = ("diagnose", "gpu_self_test") if what == "tests" else ("examine", "reference_step")
+            bad = options.get("passed") == "yes"
+            self.findings[verb] = {
+                "tests": tuple(CheckResult(test=test, node=node, passed=bad, detail="bits differ") for node in rest)
+            }
+        else:
+            groups = next(i for i in reversed(self.intents.values()) if i.verb == "group_test").groups
+            self.findings["group_test"] = {"replays": _replays(groups, tuple(map(int, rest)))}
+
     def _bytes(self, plain: list[str], options: dict[str, str]) -> None:
         """Anything, anywhere: `bytes <subject> <data>`."""
         self.put(plain[0], " ".join(plain[1:]).encode())
+
+
+def _replays(groups: tuple[tuple[tuple[str, ...], ...], ...], bad: tuple[int, ...]) -> tuple[ReplayResult, ...]:
+    phases: tuple[Any, ...] = ("horizontal", "vertical")
+    return tuple(
+        ReplayResult(phase=phase, group=i, nodes=nodes, failed=i == failing)
+        for phase, of_phase, failing in zip(phases, groups, bad, strict=True)
+        for i, nodes in enumerate(of_phase)
+    )
 
 
 def place(text: str) -> Place:

@@ -22,11 +22,26 @@ LIMITS = [
     "",
     "budget.job.share_max=1 budget.fleet.share_max=1 budget.rack.share_max=1",
     "budget.job.evictions_max=1",
+    "decider.rungs=[reattempt] decider.reattempts_max=2",
+    "decider.reattempts_max=2 decider.stable_steps=5 decider.unproven=watch budget.fleet.share_max=1",
     "decider.no_standby=hold",
     "decider.reattempts_max=1 decider.recoveries_max=2",
     "shared_causes.nodes_min=2 shared_causes.share_min=0.5",
     "decider.recovery_deadline_s=20",
 ]
+
+FINDINGS = [
+    "stacks 0",
+    "stacks 1,2",
+    "stacks 0,1,2,3",
+    "stacks 1 2 1",
+    "tests",
+    "examined",
+    "examined passed=yes",
+    "replays 0 1",
+    "replays 1 1",
+]
+CLEARS = ["node_silent", "job_hang", "mfu_decline", "nan_value", "gpu_thermal", "gpu_driver_hang"]
 
 jobs = st.sampled_from(["gpt", "gpt", "llm"])
 nodes = st.sampled_from(ALL)
@@ -36,7 +51,10 @@ gaps = st.sampled_from([0, 0, 0.05, 0.3, 1.1, 5, 12, 61, 1000])
 
 def lines() -> st.SearchStrategy[tuple[Any, ...]]:
     """One thing that happens: words, with the attempt worked out when it is told."""
-    named = st.sampled_from(["gpu_unavailable", "os_kernel_panic", "disk_fault"])
+    named = st.sampled_from(
+        ["gpu_unavailable", "os_kernel_panic", "disk_fault", "gpu_driver_hang", "gpu_thermal", "nvlink_error"]
+    )
+    of_the_job = st.sampled_from(["nan_value", "loss_spike", "mfu_decline", "user_code_error"])
     confidence = st.sampled_from(["high", "high", "low", "sympathetic"])
     results = st.sampled_from(
         ["done", "done", "done", "failed", "unreachable", "refused_stale", "refused_held", "refused_expired"]
@@ -50,8 +68,12 @@ def lines() -> st.SearchStrategy[tuple[Any, ...]]:
         st.tuples(st.just("signal"), st.just("node_silent"), nodes, jobs, attempts, st.just("low")),
         st.tuples(st.just("signal"), st.just("rank_exit"), nodes, jobs, attempts, confidence),
         st.tuples(st.just("signal"), st.just("job_hang"), st.just(""), jobs, attempts, st.just("low")),
+        st.tuples(st.just("signal"), of_the_job, nodes, jobs, attempts, confidence),
+        st.tuples(st.just("found"), st.sampled_from(FINDINGS), st.sampled_from(NODES["gpt"])),
+        st.tuples(st.just("override"), jobs, st.sampled_from(["evict", "reattempt", "roll_back", "keep", "keep for=9"]), nodes),
+        st.tuples(st.just("revision"), jobs, st.sampled_from(["r1", "r2", "r3"])),
         st.tuples(st.just("signal"), st.just("cuda_error"), nodes, jobs, attempts, confidence),
-        st.tuples(st.just("clear"), st.sampled_from(["node_silent", "job_hang"]), nodes, jobs, attempts),
+        st.tuples(st.just("clear"), st.sampled_from(CLEARS), nodes, jobs, attempts),
         st.tuples(st.just("progress"), jobs, attempts, st.booleans()),
         st.tuples(st.just("finished"), jobs, attempts),
         st.tuples(st.just("operator"), st.sampled_from(["hold", "hold for", "release", "restart", "stop"]), jobs),
@@ -89,7 +111,22 @@ class Fuzzed(Story):
 
     def do_signal(self, symptom: str, node: str, job: str, off: int, confidence: str) -> None:
         rank = "rank=0" if symptom == "rank_exit" else ""
+        if symptom in ("nan_value", "loss_spike"):
+            rank = f"step={len(self.records)} bad_step={len(self.records) // 2}"
         self.tell(f"signal {symptom} {node} job={job} attempt={self.attempt(job, off)} confidence={confidence} {rank}")
+
+    def do_found(self, what: str, node: str) -> None:
+        if what.startswith("replays") and not any(i.verb == "group_test" for i in self.intents.values()):
+            return
+        kind, *more = what.split()
+        self.tell(f"found {kind} {node if kind in ('tests', 'examined') else ''} {' '.join(more)}")
+
+    def do_override(self, job: str, remedy: str, node: str) -> None:
+        remedy, *more = remedy.split()
+        self.tell(f"override {job} {remedy} node={node} {' '.join(more)}")
+
+    def do_revision(self, job: str, revision: str) -> None:
+        self.tell(f"restart {job} symptom=code_update revision={revision}")
 
     def do_clear(self, symptom: str, node: str, job: str, off: int) -> None:
         self.tell(f"clear {symptom} {node} job={job} attempt={self.attempt(job, off)}")
@@ -163,7 +200,7 @@ def run(script: list[tuple[float, tuple[Any, ...]]], policy: str = "auto") -> Fu
 def test_anything_may_happen(script: list[tuple[float, tuple[Any, ...]]], policy: str) -> None:
     story = run(script, policy)
     check(story.records)
-    story.until(story.now + 4000 * NS)
+    story.until(story.now + 20_000 * NS)
     check(story.records).settled()
     result = replay(story.records)
     assert result.identical and not result.pending
@@ -173,7 +210,7 @@ def anything(rng: random.Random) -> tuple[Any, ...]:
     """One thing that happens, likely ones more often."""
     kinds = {
         "named": 10, "silent": 6, "exit": 8, "hang": 3, "cuda": 1, "clear": 4, "progress": 6, "finished": 0.7, "operator": 3, "fleet": 1,
-        "standby": 2, "declare": 1, "approve": 6, "policy": 2, "answer": 10, "actuators": 1.5, "again": 2, "garbage": 0.5, "takeover": 0.5,
+        "metric": 3, "found": 4, "override": 1, "revision": 1, "standby": 2, "declare": 1, "approve": 6, "policy": 2, "answer": 10, "actuators": 1.5, "again": 2, "garbage": 0.5, "takeover": 0.5,
     }  # fmt: skip
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     job, node, off = rng.choice(["gpt", "gpt", "llm"]), rng.choice(ALL), rng.choice([0, 0, 0, 0, -1, 1, -9])
@@ -182,7 +219,7 @@ def anything(rng: random.Random) -> tuple[Any, ...]:
     return {
         "named": lambda: (
             "signal",
-            rng.choice(["gpu_unavailable", "os_kernel_panic", "disk_fault"]),
+            rng.choice(["gpu_unavailable", "os_kernel_panic", "disk_fault", "gpu_driver_hang", "gpu_thermal"]),
             node,
             job,
             off,
@@ -191,8 +228,19 @@ def anything(rng: random.Random) -> tuple[Any, ...]:
         "silent": lambda: ("signal", "node_silent", node, job, off, "low"),
         "exit": lambda: ("signal", "rank_exit", node, job, off, confidence),
         "hang": lambda: ("signal", "job_hang", "", job, off, "low"),
+        "metric": lambda: (
+            "signal",
+            rng.choice(["nan_value", "loss_spike", "mfu_decline", "user_code_error"]),
+            node,
+            job,
+            off,
+            confidence,
+        ),
+        "found": lambda: ("found", rng.choice(FINDINGS), rng.choice(NODES["gpt"])),
+        "override": lambda: ("override", job, rng.choice(["evict", "reattempt", "roll_back", "keep", "keep for=9"]), node),
+        "revision": lambda: ("revision", job, rng.choice(["r1", "r2", "r3"])),
         "cuda": lambda: ("signal", "cuda_error", node, job, off, confidence),
-        "clear": lambda: ("clear", rng.choice(["node_silent", "node_silent", "job_hang"]), node, job, off),
+        "clear": lambda: ("clear", rng.choice(["node_silent", *CLEARS]), node, job, off),
         "progress": lambda: ("progress", job, off, rng.random() < 0.5),
         "finished": lambda: ("finished", job, off),
         "operator": lambda: ("operator", rng.choice(["hold", "hold for", "release", "release", "restart", "stop"]), job),
@@ -216,7 +264,7 @@ def test_long_stories_of_chance(seed: int) -> None:
     ]
     story = run(script, f"{rng.choice(MODES)} {rng.choice(LIMITS)}")
     check(story.records)
-    story.until(story.now + 4000 * NS)
+    story.until(story.now + 20_000 * NS)
     check(story.records).settled()
     result = replay(story.records)
     assert result.identical and not result.pending

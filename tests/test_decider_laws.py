@@ -270,7 +270,7 @@ def test_a_policy_adopted_in_the_middle_of_an_incident() -> None:
     assert [(m.rung, m.mode, m.policy_digest) for m in made] == [
         ("planned", "auto", old),
         ("evict", "auto", old),
-        ("reattempt", "observe", new),
+        ("diagnose", "observe", new),
     ]
     assert [i.verb for i in facts(story, IntentIssued)].count("start_attempt") == 2  # type: ignore[attr-defined]
     check(story.records)

@@ -1,0 +1,155 @@
+"""Looking before anything is changed: what an examination is told to do, and whom its findings name. Pure.
+
+aggregate_stacks   stacks of all processes; the smallest parallel group that covers those that stand apart
+diagnose           tests of the stopped machines
+group_test         short replays of the job in groups, twice; the machine that both failing groups share
+examine            an evicted machine, off the critical path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from events.action import OutcomeRecorded
+from events.decision import IntentIssued, MachineJudged, Verdict
+from events.envelope import TEXT_MAX, Fact
+from events.job import Mode
+from processors import diagnosis, group_test
+from processors.decisions import Base, cut, decision, intent, restore_below
+from processors.ladder import EXAMINATIONS, Situation
+from processors.state import Fleet, Job, Plan, with_incident
+
+
+class Found(NamedTuple):
+    """Machines that are named, in words why; of stacks, the group (`pp 3`)."""
+
+    nodes: tuple[str, ...]
+    why: str
+    group: str = ""
+
+
+def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
+    """The intent of an examination."""
+    rules = fleet.policy.decider
+    nodes = tuple(place.node for place in job.places if place.node not in job.evicted and place.node not in job.silent)
+    verb = EXAMINATIONS[plan.rung][0]
+    if verb == "capture_stacks":
+        slow = plan.situation == Situation.SLOW.name.lower()
+        rounds, every_s = (rules.slow_rounds, rules.slow_every_s) if slow else (1, 0.0)
+        return intent(
+            fleet, job, plan, base, verb=verb, nodes=tuple(place.node for place in job.places), attempt=job.attempt, places=job.ranks,
+            world_size=sum(place.count for place in job.ranks), rounds=rounds, every_s=every_s,
+        )  # fmt: skip
+    if verb == "diagnose":
+        metric = plan.situation == Situation.METRIC.name.lower()
+        tests = rules.metric_tests if metric else rules.tests
+        return intent(
+            fleet, job, plan, base, verb=verb, nodes=nodes, attempt=job.attempt, tests=tests, within_s=rules.tests_within_s
+        )
+    groups = groups_for(job)
+    return intent(
+        fleet, job, plan, base, verb=verb, nodes=nodes, attempt=job.attempt, within_s=rules.replay_within_s, steps=rules.replay_steps,
+        groups=() if isinstance(groups, str) else groups, revision=job.revision, restore_below_step=restore_below(job),
+    )  # fmt: skip
+
+
+def concluded(job: Job, plan: Plan, outcome: OutcomeRecorded) -> Job:
+    """The job after an examination's outcome: the ladder goes on from what was found."""
+    verb, rule = EXAMINATIONS[plan.rung]
+    if outcome.result == "done":
+        found = _FOUND[verb](job, outcome)
+    else:
+        found = Found((), f"{plan.rung.replace('_', ' ')} came to nothing ({outcome.result}: {outcome.detail})")
+    return with_incident(
+        job._replace(plan=None),
+        going_on=plan.situation, suspects=found.nodes, suspected_by=rule, finding=cut(found.why, 1500), group=found.group,
+    )  # fmt: skip
+
+
+# --- rules for each ------------------------------------------------------------------------------------------------------------
+
+
+def is_whole(job: Job, nodes: tuple[str, ...]) -> bool:
+    return len(nodes) >= len(job.places)
+
+
+def _by_stacks(job: Job, outcome: OutcomeRecorded) -> Found:
+    ranks = {r for round_ in outcome.stacks for r in round_.outliers}
+    nodes = tuple(p.node for p in job.ranks if ranks & set(range(p.first_rank, p.first_rank + p.count)))
+    return Found(nodes, f"ranks {sorted(ranks)} stand apart")
+
+
+def _by_tests(job: Job, outcome: OutcomeRecorded) -> Found:
+    named = diagnosis.suspects([result for result in outcome.tests if result.test != "answers"])  # silence is judged elsewhere
+    if not named:
+        return Found((), "tests passed")
+    return Found(tuple(named), "; ".join(named.values()))
+
+
+def groups_for(job: Job) -> tuple[tuple[tuple[str, ...], ...], ...] | str:
+    """The groups of both phases, or why the job can't be replayed in groups, in words that go on a sentence."""
+    declared = job.declared
+    machines = [place.node for place in job.places]
+    planned = group_test.plan(machines, pp=declared.pp, dp=declared.dp, tp=declared.tp, ranks_per_node=declared.ranks_per_node)
+    return f"no group test: {planned.because}" if isinstance(planned, group_test.NoPlan) else tuple(planned.groups)
+
+
+def _by_replays(job: Job, outcome: OutcomeRecorded) -> Found:
+    found = group_test.locate(group_test.groups_of(outcome.replays), outcome.replays)
+    named = found.suspects if found.outcome in ("located", "located_once", "one_of_several") else found.certain
+    return Found(named, f"replays in groups: {found.because}")
+
+
+_FOUND: Mapping[str, Callable[[Job, OutcomeRecorded], Found]] = {
+    "capture_stacks": _by_stacks, "diagnose": _by_tests, "group_test": _by_replays,
+}  # fmt: skip
+
+
+# --- off the critical path -----------------------------------------------------------------------------------------------------
+
+
+def examine(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
+    """Machines that were evicted are examined once nothing is open: the recovery comes first."""
+    if not job.unexamined or job.incident is not None or job.plan is not None or fleet.held(job.name):
+        return []
+    node, (incident, rule) = next(iter(job.unexamined.items()))
+    rules = fleet.policy.decider
+    # It waits for no yes: nobody uses the machine.
+    mode: Mode = "observe" if fleet.policy.mode_of("examine_evicted") == "observe" else "auto"
+    because = f"{node} was evicted ({rule or 'by a person'}); is it bad?"
+    made = decision(fleet, job, None, base, rung="diagnose", rule="examine_evicted", mode=mode, nodes=(node,), because=because)
+    made = made.model_copy(update={"incident": incident})  # the one that it was evicted in, which is over
+    if mode != "auto" or made.vetoed:
+        return [made]
+    asked = intent(
+        fleet, job, made, base, verb="examine", node=node, nodes=(node,), attempt=job.attempt, tests=rules.metric_tests,
+        within_s=rules.examine_s, text=rule,
+    )  # fmt: skip
+    return [made, asked]
+
+
+def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list[Fact]:
+    """What an examination of an evicted machine comes to."""
+    of = job.examined.get(outcome.key)
+    if of is None:
+        return []
+    node, incident, rule = of
+    verdict: Verdict = "unproven"
+    why = f"{outcome.result}: {outcome.detail}"
+    if outcome.result == "done":
+        verdict, why = diagnosis.verdict(outcome.tests)
+    back = verdict == "exonerated" or (verdict == "unproven" and fleet.policy.decider.unproven == "watch")
+    back = back and outcome.result == "done" and node not in job.by_node
+    return [
+        MachineJudged(
+            job=job.name,
+            node=node,
+            incident=incident,
+            rule=rule,
+            verdict=verdict,
+            back=back,
+            because=cut(why, TEXT_MAX),
+            **base,
+        )
+    ]

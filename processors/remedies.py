@@ -1,0 +1,152 @@
+"""The ladder, gone along: the next rung that can be taken, or a person, with what was passed over and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from events.decision import Rung
+from events.envelope import Fact
+from processors import revisions
+from processors.budget import over_budget
+from processors.decisions import (
+    CAREFUL,
+    Base,
+    ask,
+    decision,
+    hand_over,
+    no_standby,
+    out,
+    restore_below,
+    spares_for,
+    stays,
+    with_ailing,
+    word,
+)
+from processors.examinations import groups_for, is_whole
+from processors.ladder import AFTER, LADDER, Situation, rule_of
+from processors.state import Fleet, Incident, Job
+
+#: Facts of a rung that is taken; or why it can't be, in words that go on a sentence.
+Remedy = Callable[[Fleet, Job, Incident, Base, Situation, str], "list[Fact] | str"]
+
+
+def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
+    """The next rung of the incident's ladder. Each that can't be taken is passed over, and said."""
+    last, because = incident.last, f"{situation.value}; {why}"
+    while (rung := LADDER[situation][last]) in REMEDIES:
+        last = AFTER[rung]
+        if rung not in fleet.policy.decider.rungs:
+            continue
+        made = REMEDIES[rung](fleet, job, incident, base, situation, because)
+        if not isinstance(made, str):
+            return made
+        because = f"{because}; {made}"
+    rules = fleet.policy.decider
+    used = f"reattempts {incident.reattempts} of at most {rules.reattempts_max}, recoveries {incident.recoveries} of at most "
+    because = f"{because}; used: {used}{rules.recoveries_max}"
+    return hand_over(fleet, job, incident, base, rule_of(situation, "hand_over"), because, situation=situation)
+
+
+def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:
+    """An examination is over: whom it named goes, or the ladder goes on."""
+    situation = Situation[incident.going_on.upper()]
+    suspects = tuple(node for node in incident.suspects if node in job.by_node and node not in job.evicted)
+    why = incident.finding or "nobody was named"
+    if not suspects:
+        return answer(fleet, job, incident, base, situation, why)
+    if incident.suspected_by == "evict_group":
+        against = _against_group(fleet, job, suspects)
+        if against:
+            return answer(fleet, job, incident, base, situation, f"{why}; not evicted, since {against}")
+    return out(fleet, job, incident, base, incident.suspected_by, situation, suspects, f"{situation.value}; {why}")
+
+
+def _against_group(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
+    """Stacks are weak evidence: where anything stands against evicting a group, the job is not shrunk and nobody is called for it."""
+    rules = fleet.policy.decider
+    if is_whole(job, nodes):
+        return "that is the whole job"
+    if len(nodes) > max(1, min(rules.group_machines_max, int(rules.group_share_max * len(job.places)))):
+        return (
+            f"{len(nodes)} machines are more than the policy lets go with a group (at most {rules.group_machines_max}, "
+            f"and {rules.group_share_max:g} of the job)"
+        )
+    kept = [node for node in nodes if stays(fleet, job, node)]
+    if kept:
+        return f"a person keeps {', '.join(kept)} in"
+    over = next((found for node in nodes if (found := over_budget(fleet, job, job.by_node[node])) is not None), None)
+    if over is not None:
+        return str(over)
+    all_out = tuple(dict.fromkeys((*job.gone, *nodes)))
+    return "" if spares_for(fleet, job, all_out) is not None else no_standby(fleet, job, all_out)
+
+
+# --- rungs ---------------------------------------------------------------------------------------------------------------------
+
+
+def _examine(rung: Rung) -> Remedy:
+    def made(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact] | str:
+        if rung == "aggregate_stacks" and job.ended:
+            return "there are no stacks of an attempt that is over"
+        if rung == "group_test":
+            groups = groups_for(job)
+            if isinstance(groups, str):
+                return groups
+        mode = fleet.policy.mode_of(rung)
+        if rung != "aggregate_stacks":  # what is stopped to be looked at must be able to start again
+            mode = min(mode, fleet.policy.mode_of(rule_of(situation, "reattempt")), key=CAREFUL.index)
+        taken = decision(fleet, job, incident, base, rung=rung, rule=rung, mode=mode, situation=word(situation), because=why)
+        return [taken, *ask(fleet, job, taken, base)]
+
+    return made
+
+
+def _restart(
+    fleet: Fleet, job: Job, incident: Incident, base: Base, rung: Rung, situation: Situation, because: str, **what: Any
+) -> list[Fact] | str:
+    """In place, but for machines that are gone already, or ail."""
+    rules = fleet.policy.decider
+    if incident.recoveries >= rules.recoveries_max:
+        return "no recovery is left"
+    rule = rule_of(situation, rung)
+    nodes = with_ailing(fleet, job, job.gone, fleet.policy.mode_of(rule))
+    what |= {"rung": rung, "rule": rule, "nodes": nodes, "situation": word(situation)}
+    standbys = spares_for(fleet, job, nodes)
+    if standbys is None:
+        text = f"{because}; {no_standby(fleet, job, nodes)}"
+        veto = decision(fleet, job, incident, base, because=text, vetoed="no_standby", **what)
+        if rules.no_standby == "hold" and not fleet.held(job.name):
+            return [veto]
+        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1)]
+    made = decision(fleet, job, incident, base, because=because, standbys=standbys, **what)
+    return [made, *ask(fleet, job, made, base)]
+
+
+def _reattempt(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact] | str:
+    rules = fleet.policy.decider
+    if incident.reattempts >= rules.reattempts_max:
+        return "no reattempt is left"
+    because = f"{why}; reattempt {incident.reattempts + 1} of at most {rules.reattempts_max}"
+    below = restore_below(job)
+    return _restart(fleet, job, incident, base, "reattempt", situation, because, restore_below_step=below)
+
+
+def _roll_back(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact] | str:
+    target = revisions.target(job)
+    if isinstance(target, str):
+        return f"no rollback, since {target}"
+    because = f"{why}; back from revision {job.revision[:12]} to {target.revision[:12]}, the last stable one"
+    below = min((step for step in (target.restore_below_step, restore_below(job)) if step >= 0), default=-1)
+    return _restart(
+        fleet, job, incident, base, "roll_back", situation, because, revision=target.revision, restore_below_step=below
+    )
+
+
+REMEDIES: Mapping[Rung, Remedy] = {
+    "aggregate_stacks": _examine("aggregate_stacks"),
+    "diagnose": _examine("diagnose"),
+    "group_test": _examine("group_test"),
+    "reattempt": _reattempt,
+    "roll_back": _roll_back,
+}
