@@ -54,16 +54,19 @@ class CheckpointReader:
     def __init__(self) -> None:
         self._checked: dict[tuple[int, int, int, int, int], str] = {}
 
-    def newest_whole(self, folder: str) -> tuple[Checkpoint | None, list[str]]:
-        """The newest whole checkpoint (None: there is none) and why newer ones were passed over. Reads whole files: not for
-        an event loop's thread."""
+    def newest_whole(self, folder: str, below_step: int = -1) -> tuple[Checkpoint | None, list[str]]:
+        """The newest whole checkpoint, of a step below `below_step` (-1: of any), and why newer ones were passed over; None: there is
+        none. Reads whole files: not for an event loop's thread."""
         passed: list[str] = []
         try:
             names = os.listdir(folder)
         except OSError as error:
             return None, [f"{folder}: {error.strerror or error}"]
         found = sorted(((int(m[1]), name) for name in names if (m := NAME.match(name))), reverse=True)
-        for step, name in found[:CANDIDATES_MAX]:
+        wanted = [one for one in found if below_step < 0 or one[0] < below_step]
+        if newer := len(found) - len(wanted):
+            passed.append(f"{newer} of step {below_step} or later passed over")
+        for step, name in wanted[:CANDIDATES_MAX]:
             path = Path(folder, name)
             try:
                 self.check(path, step)

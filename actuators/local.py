@@ -60,7 +60,7 @@ class Local:
         node = work.intent.node
         place = RankPlace(node=node, first_rank=0, count=work.declared.ranks_per_node)
         try:
-            answer = await nodes.ask(node, _command(work, "park", node, place=place, **_what(work.declared)), self.within_s / 4)
+            answer = await nodes.ask(node, _command(work, "park", node, place=place, **_code(work)), self.within_s / 4)
         except Unanswered as error:
             return Done("unreachable", str(error), (node,))
         return Done("done", answer.detail) if answer.ok else Done("failed", answer.detail, (node,))
@@ -71,7 +71,8 @@ class Local:
         if first is None:
             return Done("failed", "the intent places no rank 0")
         try:
-            prepared = await nodes.ask(first, _command(work, "prepare", first, **_what(work.declared)), self.within_s / 2)
+            command = _command(work, "prepare", first, restore_below_step=intent.restore_below_step, **_what(work.declared))
+            prepared = await nodes.ask(first, command, self.within_s / 2)
         except Unanswered as error:
             return Done("unreachable", str(error), (first,))
         if not prepared.ok:
@@ -88,7 +89,7 @@ class Local:
                 master_address=prepared.address,
                 master_port=prepared.port,
                 restore=prepared.restore,
-                **_what(work.declared),
+                **_code(work),
             )
             for node_rank, place in enumerate(intent.places)
         }
@@ -104,7 +105,10 @@ class Local:
         used = {place.node for place in intent.places}
         self._in_background(self._park(work, nodes, [node for node in work.standbys if node not in used]))
         restore = f"from step {prepared.restore_step}" if prepared.restore else "from the beginning"
-        return Done("done", f"attempt {intent.attempt} started on {len(commands)} nodes, {restore}")
+        if not prepared.restore and intent.restore_below_step >= 0:
+            restore += f" (there is no whole checkpoint below step {intent.restore_below_step})"
+        code = f", revision {intent.revision[:12]}" if intent.revision else ""
+        return Done("done", f"attempt {intent.attempt} started on {len(commands)} nodes, {restore}{code}")
 
     async def notify(self, work: Work, nodes: Nodes) -> Done:
         log.warning("%s", work.intent.text)
@@ -134,7 +138,7 @@ class Local:
         """Spares get warm while the job runs; whether they did is seen when they are needed."""
         count = work.declared.ranks_per_node
         commands = {
-            node: _command(work, "park", node, place=RankPlace(node=node, first_rank=0, count=count), **_what(work.declared))
+            node: _command(work, "park", node, place=RankPlace(node=node, first_rank=0, count=count), **_code(work))
             for node in standbys
         }
         await _ask_all(nodes, commands, self.within_s / 2, self.within_s / 2)
@@ -154,6 +158,11 @@ def _what(declared: JobDeclared) -> dict[str, Any]:
     }
 
 
+def _code(work: Work) -> dict[str, Any]:
+    """What is run, at the intent's revision."""
+    return _what(work.declared) | {"revision": work.intent.revision}
+
+
 def _command(work: Work, verb: str, node: str, **more: Any) -> NodeCommand:
     """Its key is the intent's own, so that however often it is carried out, and by whom, the node does it once."""
     intent = work.intent
@@ -169,7 +178,7 @@ def _command(work: Work, verb: str, node: str, **more: Any) -> NodeCommand:
 
 def _refusal(answer: CommandAnswered) -> bool:
     """Said for good: the node would say it again."""
-    return answer.detail.startswith(("stale", "fenced"))
+    return answer.detail.startswith(("stale", "fenced", "revision"))
 
 
 def _said(details: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from actuators.checkpoints import CheckpointReader
 from actuators.environment import Plan, parked_form, plan_of, ranked
 from actuators.node_memory import NodeMemory
-from actuators.processes import Process, state_of
+from actuators.processes import state_of
+from actuators.revisions import RevisionFailed, Revisions
 from actuators.slot_set import SlotSet, pids
 from actuators.slots import Slot, SlotFailed
 from actuators.tail import secrets_in, shown
@@ -57,6 +58,10 @@ class RankOutput(NamedTuple):
 @lru_cache(maxsize=64)
 def _secrets(plan: Plan | None) -> tuple[str, ...]:
     return secrets_in({**os.environ, **dict(plan.environment)} if plan else os.environ)
+
+
+def _reads_no_code(plan: Plan) -> bool:
+    return not dict(plan.environment).get("KEEPSTEP_PARKED_IMPORTS")
 
 
 class Refused(Exception):
@@ -97,10 +102,11 @@ class RankHost:
         )
         self._memory = NodeMemory(self.folder)
         self._checkpoints = CheckpointReader()
+        self.revisions = Revisions(self.folder / "revisions", self._directories, boot_id=boot_id)
         self._running: dict[str, asyncio.Task[CommandAnswered]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._refills: dict[str, asyncio.Task[None]] = {}
-        self._ends: set[asyncio.Task[list[Process]]] = set()
+        self._asides: set[asyncio.Task[Any]] = set()
         self._park_failures: dict[str, int] = {}
         self._ports: list[int] = []
         self._closing = False
@@ -119,10 +125,11 @@ class RankHost:
     async def close(self, leave_running: bool = True) -> None:
         """Lets go of the ranks, which go on; or (`leave_running` False) ends them all first."""
         self._closing = True
-        tasks: list[asyncio.Task[Any]] = [*self._refills.values(), *self._running.values(), *self._ends]
+        tasks: list[asyncio.Task[Any]] = [*self._refills.values(), *self._running.values(), *self._asides]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.revisions.close()
         if not leave_running:
             there = [slot for slot in self._slots.all.values() if not slot.gone.is_set()]
             await asyncio.gather(*(self._slots.end(slot, 0) for slot in there))
@@ -239,8 +246,23 @@ class RankHost:
         if count == 0:
             await asyncio.gather(*(self._slots.end(slot, 0) for slot in self._slots.idle(command.job)))
         self._refill_soon(command.job)
+        if count and command.revision:
+            self._in_background(self._checked_out(command))
         warm = sum(1 for slot in self._slots.idle(command.job, plan) if slot.ready.is_set())
         return f"{count} to be parked, {warm} warm"
+
+    async def _checked_out(self, command: NodeCommand) -> None:
+        """Ahead of the start that will need it, which says what is the matter if it can't be."""
+        with contextlib.suppress(RevisionFailed):
+            await self.revisions.at(command)
+
+    def _directories(self) -> list[str]:
+        return [slot.record.directory for slot in self._slots.all.values() if slot.record.directory and not slot.gone.is_set()]
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
 
     async def _prepare(self, command: NodeCommand) -> tuple[str, dict[str, Any]]:
         self._memory.note(command.job, newest=max(self._memory.job(command.job).newest, command.attempt))
@@ -249,10 +271,12 @@ class RankHost:
         detail = "no folder of checkpoints is declared"
         if command.checkpoints:
             folder = os.path.join(command.directory, command.checkpoints)
-            found, passed = await asyncio.to_thread(self._checkpoints.newest_whole, folder)
+            below = command.restore_below_step
+            found, passed = await asyncio.to_thread(self._checkpoints.newest_whole, folder, below)
             if found:
                 answer |= {"restore": found.path, "restore_step": found.step}
-            detail = "; ".join([f"restore at step {found.step}" if found else "no whole checkpoint", *passed[:5]])
+            none = "no whole checkpoint" if below < 0 else f"no whole checkpoint below step {below}"
+            detail = "; ".join([f"restore at step {found.step}" if found else none, *passed[:5]])
         return detail, answer
 
     def _free_port(self, address: str) -> int:
@@ -275,18 +299,24 @@ class RankHost:
         if place is None or not command.command or command.attempt < 1 or command.world_size < place.first_rank + place.count:
             raise Refused("a start names a command, an attempt from 1, ranks and a world they fit in")
         job, attempt = command.job, command.attempt
+        plan = plan_of(command)
+        try:  # before the lock: a stop must not wait for git
+            command = await self.revisions.at(command)
+        except RevisionFailed as error:
+            raise (SlotFailed if error.again else Refused)(str(error)) from None
         async with self._lock(job):
             self._check_current(command)
             if attempt <= self._memory.job(job).stopped:
                 raise Refused(f"stale attempt: {attempt} was stopped; start a later one")
-            plan = plan_of(command)
             self._memory.note(job, newest=attempt, plan=plan, parked_wanted=place.count if parked_form(plan.command) else 0)
             older = [slot for slot in self._slots.there(job) if 0 < slot.record.attempt < attempt]
             left = [p for ended in await asyncio.gather(*(self._slots.end(slot, 0) for slot in older)) for p in ended]
             if left:
                 raise SlotFailed(f"processes of an earlier attempt do not die: {pids(left)}")
             mine = {slot.record.rank: slot for slot in self._slots.attempt(job, attempt) if slot.live or slot.ran}
-            idle = sorted(self._slots.idle(job, plan), key=lambda slot: (not slot.ready.is_set(), slot.record.slot))
+            # Parked workers have read nothing of the job's code: they can be of any revision, unless they were told to import it ahead.
+            fit = self._slots.idle(job, plan) if not command.revision or _reads_no_code(plan) else []
+            idle = sorted(fit, key=lambda slot: (not slot.ready.is_set(), slot.record.slot))
             ranks = range(place.first_rank, place.first_rank + place.count)
             starts = [
                 self._start_rank(command, plan, rank, mine.get(rank), idle.pop(0) if rank not in mine and idle else None)
@@ -298,7 +328,8 @@ class RankHost:
         self._park_failures.pop(job, None)
         self._refill_soon(job)
         warm = sum(1 for slot in self._slots.attempt(job, attempt) if slot.record.warm)
-        return f"{place.count} ranks started, {warm} of them warm"
+        at = f", revision {command.revision[:12]}" if command.revision else ""
+        return f"{place.count} ranks started, {warm} of them warm{at}"
 
     async def _start_rank(self, command: NodeCommand, plan: Plan, rank: int, slot: Slot | None, idle: Slot | None) -> None:
         """`slot`: the rank's own from an earlier, cut-off carrying out of the same start; it is not started twice."""
@@ -306,22 +337,24 @@ class RankHost:
             return
         if slot is None and idle is not None:
             try:
-                await self._send_go(idle, command, plan, rank)
+                await self._send_go(idle, command, rank)
                 return
             except SlotFailed:
                 await self._slots.end(idle, 0)
         if slot is None:
             slot = await self._slots.make(command.job, plan, parked=False)
-        await self._send_go(slot, command, plan, rank)
+        await self._send_go(slot, command, rank)
 
-    async def _send_go(self, slot: Slot, command: NodeCommand, plan: Plan, rank: int) -> None:
+    async def _send_go(self, slot: Slot, command: NodeCommand, rank: int) -> None:
         assert command.place is not None
+        plan = plan_of(command)  # at its revision
         slot.note(
             attempt=command.attempt,
             rank=rank,
             local_rank=rank - command.place.first_rank,
             world_size=command.world_size,
             restore=command.restore,
+            directory=plan.directory if command.revision else "",
         )
         form = parked_form(plan.command) if slot.record.parked else None
         argv = form[1] if form else list(plan.command)
@@ -431,6 +464,4 @@ class RankHost:
         if all(s.ended is not None and s.ended.get("code") == 0 and not s.record.asked for s in attempt):
             self._memory.note(slot.record.job, parked_wanted=0)
             for idle in self._slots.idle(slot.record.job):
-                task = asyncio.create_task(self._slots.end(idle, 0))
-                self._ends.add(task)
-                task.add_done_callback(self._ends.discard)
+                self._in_background(self._slots.end(idle, 0))

@@ -44,6 +44,8 @@ class SlotRecord:
     local_rank: int = 0
     world_size: int = 1
     restore: str = ""
+    #: Where it runs: of a revision, its worktree.
+    directory: str = ""
     warm: bool = False
     gone_to: bool = False
     asked: bool = False

@@ -110,6 +110,7 @@ def await_go(channel: socket.socket) -> dict[str, Any] | None:
 def take_over(env: dict[str, str | None], cwd: str) -> None:
     """The process's surroundings as "go" says."""
     before = os.environ.get("PYTHONPATH", "")
+    old = {os.path.abspath(part) for part in before.split(os.pathsep) if part}  # relative ones: to where it was parked
     for name, value in env.items():
         if value is None:
             os.environ.pop(name, None)
@@ -128,7 +129,6 @@ def take_over(env: dict[str, str | None], cwd: str) -> None:
                 stream.reconfigure(write_through=True)
     after = os.environ.get("PYTHONPATH", "")
     if after != before and not sys.flags.ignore_environment:
-        old = {os.path.abspath(part) for part in before.split(os.pathsep) if part}
         new = [os.path.abspath(part) for part in after.split(os.pathsep) if part]
         sys.path[:] = new + [part for part in sys.path if part not in old and part not in new]
 

@@ -290,6 +290,27 @@ async def test_a_start_prepares_rank_0s_node_starts_all_and_parks_the_spares() -
     assert nodes["s0"].done == {"park": 1}
 
 
+async def test_a_start_says_which_code_and_from_below_which_step_to_all_that_need_it() -> None:
+    nodes = {name: Node() for name in ("n0", "n1", "s0")}
+    backend, code = local(), "ab" * 20
+    going_back = start().model_copy(update={"revision": code, "restore_below_step": 12})
+    done = await backend.start_attempt(Work(going_back, declared(), ("s0",)), channel_to(nodes))
+    assert (done.result, done.detail) == ("done", "attempt 2 started on 2 nodes, from step 7, revision abababababab")
+    await asyncio.gather(*backend._parking)
+    told = {(command.verb, name): command for name, node in nodes.items() for command in node.told}
+    assert {key: command.revision for key, command in told.items()} == {
+        ("prepare", "n0"): "", ("start", "n0"): code, ("start", "n1"): code, ("park", "s0"): code,
+    }  # fmt: skip
+    assert told["prepare", "n0"].restore_below_step == 12 and told["start", "n1"].restore == "/ck/7"
+    woken = intent("wake_standby", node="s0", revision=code)
+    assert (await backend.wake_standby(Work(woken, declared()), channel_to(nodes))).result == "done"
+    assert nodes["s0"].told[-1].revision == code
+    nothing = CommandAnswered(key="", verb="prepare", ok=True, port=1)
+    nodes = {"n0": Node(says={"prepare": nothing}), "n1": Node()}
+    done = await backend.start_attempt(Work(going_back, declared()), channel_to(nodes))
+    assert "from the beginning (there is no whole checkpoint below step 12), revision abab" in done.detail
+
+
 @pytest.mark.parametrize(
     ("nodes", "result", "missed", "again"),
     [
@@ -298,6 +319,7 @@ async def test_a_start_prepares_rank_0s_node_starts_all_and_parks_the_spares() -
         ({"n0": Node(says={"prepare": no("disk")}), "n1": Node()}, "failed", ("n0",), True),
         ({"n0": Node(), "n1": Node(says={"start": no("fenced: …")})}, "failed", ("n1",), False),
         ({"n0": Node(), "n1": Node(says={"start": no("fork failed")})}, "failed", ("n1",), True),
+        ({"n0": Node(), "n1": Node(says={"start": no("revision ab can't be run here: …")})}, "failed", ("n1",), False),
     ],
 )
 async def test_a_start_that_does_not_come_to_pass_names_the_nodes(nodes: Any, result: str, missed: Any, again: bool) -> None:

@@ -43,6 +43,9 @@ async def test_the_script_is_told_all_in_json_and_zero_is_done(tmp_path: Path) -
     told = json.loads((tmp_path / "told").read_text())
     assert (told["verb"], told["text"], told["node"], told["job"]) == ("notify", 'a "quoted"\nline', "n1", "gpt.a")
     assert told["key"] and told["incident"] == "i1" and told["standbys"] == ["s0"]
+    await called(tmp_path, f"cat > {tmp_path}/told", "notify", node="n1", revision="ab" * 20, restore_below_step=12)
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["revision"], told["restore_below_step"]) == ("ab" * 20, 12)
 
 
 @pytest.mark.parametrize(

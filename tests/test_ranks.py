@@ -444,6 +444,14 @@ async def test_prepare_gives_a_free_port_and_the_newest_whole_checkpoint(world: 
         assert (Path(answer.restore), answer.restore_step, answer.address) == (whole, 10, "127.0.0.1")
         assert "SHA-256 differs" in answer.detail and "no manifest" in answer.detail
     assert answers[0].port != answers[1].port and min(a.port for a in answers) > 0
+    below = {
+        step: await host.handle(world.command("prepare", checkpoints="ck", restore_below_step=step)) for step in (5, 6, 10, 11)
+    }
+    assert {step: answer.restore_step for step, answer in below.items()} == {5: -1, 6: 5, 10: 5, 11: 10}
+    assert (
+        below[5].ok and below[5].restore == "" and "no whole checkpoint below step 5; 7 of step 5 or later" in below[5].detail
+    )
+    assert "SHA-256" not in below[10].detail  # what is not wanted is not looked at
 
 
 PARKED_MODULE = """
