@@ -10,6 +10,9 @@ SHELL := /bin/sh
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
+# Bytecode is kept: without it each process that a test starts compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := check
 .PHONY: demo test check lint bench venv clean
 
@@ -22,12 +25,12 @@ $(STAMP): constraints.txt pyproject.toml keepstep/pyproject.toml infra/bin/make-
 demo: $(STAMP)
 	@.venv/bin/keepstep demo $(DEMO)
 
-# Two test files at a time; then, alone, the slow ones, which kill and freeze whole pipelines.
+# The rest fills the processors; then the slow ones, which kill and freeze whole pipelines: three at a time, since they mostly wait.
 test: $(STAMP)
 ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"; quick=$$?; $(PY) -m pytest -m slow && exit $$quick
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"; quick=$$?; $(PY) -m pytest -n 3 --dist worksteal -m slow && exit $$quick
 endif
 
 lint: $(STAMP)

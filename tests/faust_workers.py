@@ -66,12 +66,12 @@ class Counter:
         return Count(*value)
 
 
-async def beat(bus: Bus, nodes: Sequence[str], count: int, first: int = 0) -> None:
-    """`count` heartbeats of each node. Where the bus has trouble, it has it in the middle, and what was not acknowledged is sent
-    again, as agents do."""
+async def beat(bus: Bus, nodes: Sequence[str], count: int, first: int = 0, *, calm: bool = False) -> None:
+    """`count` heartbeats of each node. Where the bus has trouble, it has it in the middle of a load that is not `calm`, and what was
+    not acknowledged is sent again, as agents do."""
     publisher = Publisher(bus.admin)
     for number in range(first, first + count):
-        if number == first + count // 2:
+        if number == first + count // 2 and not calm:
             await bus.trouble()
         for node in nodes:
             event = make(

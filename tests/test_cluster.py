@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -26,15 +26,8 @@ from tests.nats_fixture import Bus
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
-        yield found
-
-
 @pytest_asyncio.fixture
 async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
-    cluster.start_all()
     async with clean_bus(cluster) as found:
         yield found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from faust.types import TP
 
 from events import subjects
 from events.incident import DetectorStarted
-from events.ports import DEADLETTER, LEDGER, LogError, LogUnavailable, StaleWriter
+from events.ports import DEADLETTER, LEDGER, TELEMETRY_NODE, LogError, LogUnavailable, StaleWriter
 from events.registry import parse
 from infra.bus import connect
 from infra.detector_worker import Worker, WorkerSettings
@@ -25,7 +25,7 @@ from infra.faust_transport.fences import Fences
 from infra.faust_transport.patience import patiently
 from infra.publisher import Publisher
 from infra.streams import ensure_streams
-from tests.cluster_fixture import Cluster, Container, clean_bus
+from tests.cluster_fixture import clean_bus
 from tests.faust_workers import (
     POISON,
     Counter,
@@ -50,46 +50,35 @@ NODES = [f"n{i}" for i in range(24)]
 ALL = set(range(subjects.PARTITIONS))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    if why_not := Container.why_not():
-        pytest.skip(why_not)
-    with Container(tmp_path_factory.mktemp("container")) as found:
-        yield found
-
-
 @pytest_asyncio.fixture
 async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
-    kind = getattr(request, "param", "embedded")
+    kind, led = getattr(request, "param", ("embedded", ""))
     if kind == "embedded":
         made = real_bus(tmp_path)
     elif kind == "cluster":
-        cluster: Cluster = request.getfixturevalue("cluster")
-        cluster.start_all()
-        made = clean_bus(cluster)
+        made = clean_bus(request.getfixturevalue("cluster"), led=led)
     else:
         made = clean_bus(request.getfixturevalue("container"))
     async with made as found:
         yield found
 
 
-_CONTAINED = pytest.param("docker", marks=pytest.mark.docker)
-#: On a cluster a leader is killed in the middle of each load.
-everywhere = pytest.mark.parametrize(
-    "bus", ["embedded", pytest.param("cluster", marks=pytest.mark.slow), _CONTAINED], indirect=True
-)
-on_one_server = pytest.mark.parametrize("bus", ["embedded", _CONTAINED], indirect=True)
+_EMBEDDED = pytest.param(("embedded", ""), id="embedded")
+_CONTAINED = pytest.param(("container", ""), id="docker", marks=pytest.mark.docker)
 
 
-@everywhere
+def everywhere(led: str) -> pytest.MarkDecorator:
+    """On one server, in a container, and on three, where the leader of the stream `led` is killed in the middle of the load."""
+    cluster = pytest.param(("cluster", led), id="cluster", marks=pytest.mark.slow)
+    return pytest.mark.parametrize("bus", [_EMBEDDED, cluster, _CONTAINED], indirect=True)
+
+
+on_one_server = pytest.mark.parametrize("bus", [_EMBEDDED, _CONTAINED], indirect=True)
+
+
+@everywhere("KV_KS_OFFSETS")
 async def test_order_is_kept_and_a_stopped_worker_resumes_where_it_was(bus: Bus) -> None:
-    await beat(bus, NODES, 20)
+    await beat(bus, NODES, 20, calm=True)
     async with Running(worker(bus, "w1")):
         await until(lambda: all_claimed(bus))
     await each_once(bus, len(NODES) * 20)
@@ -102,9 +91,9 @@ async def test_order_is_kept_and_a_stopped_worker_resumes_where_it_was(bus: Bus)
     assert [(s.worker, set(s.partitions)) for s in started if isinstance(s, DetectorStarted)] == [("w1", ALL), ("w2", ALL)]
 
 
-@everywhere
+@everywhere("KS_CHANGELOG_NODE")
 async def test_state_comes_back_from_the_changelog_alone(bus: Bus) -> None:
-    await beat(bus, NODES, 5)
+    await beat(bus, NODES, 5, calm=True)
     async with Running(worker(bus, "w1")):
         await until(lambda: all_claimed(bus))
     await bus.admin.jetstream().purge_stream("KV_KS_OFFSETS")  # offsets are a hint: reading starts at 1 and repeats nothing
@@ -141,7 +130,7 @@ async def test_two_workers_share_and_one_that_leaves_is_taken_over_from(bus: Bus
     await each_once(bus, len(NODES) * 20)
 
 
-@everywhere
+@everywhere(TELEMETRY_NODE)
 async def test_one_of_two_is_killed_under_load_and_nothing_is_lost(bus: Bus, tmp_path: Path) -> None:
     with Process(bus, tmp_path, "a") as a, Process(bus, tmp_path, "b") as b:
 
@@ -171,10 +160,10 @@ async def _some(bus: Bus, wanted: int) -> bool:
     return await count(bus, LEDGER, "ledger.*.detector.evidence_missing") >= wanted
 
 
-@everywhere
+@everywhere("KV_LEASES")
 async def test_nothing_takes_effect_from_a_worker_whose_lease_is_over(bus: Bus, tmp_path: Path) -> None:
     with Process(bus, tmp_path, "a") as a:
-        await beat(bus, NODES, 20)
+        await beat(bus, NODES, 20, calm=True)
         await until(lambda: all_claimed(bus))
         load = asyncio.create_task(beat(bus, NODES, 60, first=20))
         await asyncio.sleep(0.05)
@@ -187,14 +176,14 @@ async def test_nothing_takes_effect_from_a_worker_whose_lease_is_over(bus: Bus, 
             before = [r for r in await records(bus, "KS_CHANGELOG_NODE") if ".fence." in r.subject]
             a.process.send_signal(signal.SIGCONT)
             await until(lambda: len(partitions(b.worker)) == 4)  # it is back among the members, with a share of its own
-            await beat(bus, NODES, 5, first=80)
+            await beat(bus, NODES, 5, first=80, calm=True)
             await until(lambda: all_claimed(bus))
         owners = {r.data for r in before}
         assert len(owners) == 1
     assert by_key(await claimed(bus)) == await expected(bus)
 
 
-@everywhere
+@everywhere("KV_KS_OFFSETS")
 async def test_writes_behind_a_fence_that_fell_are_refused(bus: Bus) -> None:
     nc = await bus.connect("detector")
     appender = Appender(nc, patience_s=30)
@@ -264,7 +253,7 @@ async def test_what_can_not_be_read_is_set_aside_and_stops_nothing(bus: Bus) -> 
     assert len(kept) + counted + sum(seen - kept for *_, seen, kept, _ in tallies) == 300, "each is kept or counted"
 
 
-@everywhere
+@everywhere(LEDGER)
 async def test_a_seek_at_any_time_loses_and_repeats_nothing(bus: Bus) -> None:
     await beat(bus, NODES, 40)
     async with Running(worker(bus, "w1", frame_records_max=7)) as running:
@@ -278,14 +267,14 @@ async def test_a_seek_at_any_time_loses_and_repeats_nothing(bus: Bus) -> None:
     await each_once(bus, len(NODES) * 40)
 
 
-@everywhere
+@everywhere(TELEMETRY_NODE)
 async def test_a_bus_that_goes_and_comes_back_loses_nothing(bus: Bus) -> None:
     async with Running(worker(bus, "w1")) as running:
         await beat(bus, NODES, 10)
         await until(lambda: bool(running.worker.host.records))
         await asyncio.to_thread(bus.server.restart)
         await until(lambda: bus.admin.is_connected)
-        await beat(bus, NODES, 10, first=10)
+        await beat(bus, NODES, 10, first=10, calm=True)
         await until(lambda: all_claimed(bus))
     assert by_key(await claimed(bus)) == await expected(bus)
 

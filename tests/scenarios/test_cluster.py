@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,16 +25,10 @@ SHORT = {"startup": 40.0, "step": 4.0, "evaluation": 4.0, "checkpoint": 4.0, "un
 POLICY = policy(detectors={"phase_limit_s": SHORT}, decider={"silence_window_s": 60.0, "quiet_s": 10.0})
 
 
-NODES = ("n0", "n1", "s0")
-
-
-@pytest.fixture(scope="module", params=["cluster", pytest.param("docker", marks=pytest.mark.docker)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | Container]:
-    folder = tmp_path_factory.mktemp("server")
-    if request.param == "docker" and (why_not := Container.why_not()):
-        pytest.skip(why_not)
-    with Container(folder, NODES) if request.param == "docker" else Cluster(folder, NODES) as found:
-        yield found
+@pytest.fixture(params=["cluster", pytest.param("container", marks=pytest.mark.docker, id="docker")])
+def server(request: pytest.FixtureRequest) -> Cluster | Container:
+    found: Cluster | Container = request.getfixturevalue(request.param)
+    return found
 
 
 async def trouble(server: Cluster | Container, nc: BusClient) -> None:
@@ -44,11 +37,6 @@ async def trouble(server: Cluster | Container, nc: BusClient) -> None:
         server.kill(await leader(nc, LEDGER))
     else:
         await asyncio.to_thread(server.restart)
-
-
-def start_all(server: Cluster | Container) -> None:
-    if isinstance(server, Cluster):
-        server.start_all()
 
 
 def rank_killed(s: Scenario) -> None:
@@ -85,7 +73,6 @@ def rank_stopped(s: Scenario) -> None:
 async def test_the_bus_is_in_trouble_in_an_incident(
     fault: object, until: str, mechanism: str, evicted: tuple[str, ...], server: Cluster | Container, tmp_path: Path
 ) -> None:
-    start_all(server)
     async with clean_bus(server, lease_ttl_s=6.0) as bus:
         async with Scenario(tmp_path, nodes=2, standbys=1, policy=POLICY, bus=server) as s:
             await s.declare()
@@ -96,7 +83,8 @@ async def test_the_bus_is_in_trouble_in_an_incident(
             if fault is node_dead:
                 s.kill_rank(0, signal.SIGSTOP)  # as a collective would keep it waiting: ranks here know nothing of each other
             closed = await s.closed(before, seconds=90)
-            start_all(server)
+            if isinstance(server, Cluster):
+                server.start_all()
             assert (closed.outcome, closed.mechanism, closed.nodes) == ("recovered", mechanism, evicted), s.story()
             assert s.job().attempt == 2
             decisions = [d for d in s.of("decision_made") if d.data.incident == closed.incident]
