@@ -173,3 +173,14 @@ async def tracked(directory: str, *paths: str) -> tuple[str, ...]:
     """Of `paths` (relative to `directory`), the files that git knows, folders with all in them. Raises GitFailed."""
     out = await git("ls-files", "-z", "--", *paths, at=directory)
     return tuple(os.fsdecode(entry) for entry in out.split(b"\0") if entry)
+
+
+async def holds(directory: str, commit: str, path: str) -> bool:
+    """Whether a commit has a file, by its path from `directory`. Raises GitFailed."""
+    try:
+        await git("cat-file", "-e", f"{commit}:./{path}", at=directory)
+    except GitFailed as error:
+        if error.again:
+            raise
+        return False
+    return True

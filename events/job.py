@@ -79,7 +79,8 @@ class HoldReleased(Fact):
 
 
 class RestartRequested(Fact):
-    """A planned restart. It is no incident; it ends one that is open. `symptom`: what the census counts it as."""
+    """A planned restart. It is no incident; it ends one that is open. `symptom`: what the census counts it as. `at_next_restart`: nothing
+    is restarted for it; it goes with the next restart of whatever reason."""
 
     TYPE: ClassVar[str] = "keepstep.restart_requested.v1"
     job: str = Field(min_length=1, max_length=NAME_MAX)
@@ -88,6 +89,7 @@ class RestartRequested(Fact):
     symptom: Literal["code_update", "data_update", "operator_restart"] = "operator_restart"
     #: The code revision to run from here on (a commit of the job's repository); empty: the present one.
     revision: str = Field(default="", max_length=NAME_MAX)
+    at_next_restart: bool = False
 
 
 class StopRequested(Fact):

@@ -20,6 +20,7 @@ from events import subjects
 from events.clock import NS
 from events.job import JobDeclared, Place
 from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, LogError
+from infra import demo_code
 from infra.bus import BusClient
 from infra.clock import wall_ns
 from infra.home import Home
@@ -189,12 +190,12 @@ class Demo:
             lost = ", ".join(sorted(everyone - set(self.watch.nodes)))
             raise DemoFailed(f"no heartbeat of {lost} within 30 s; see the logs in {self.home.logs}")
         self.say("starting the training job")
-        script = Path(__file__).resolve().parent / "demo_job" / "train.py"
+        code = await demo_code.make(self.code)
         self.stop_file.unlink(missing_ok=True)
         checkpoints = self.home.path / "checkpoints"
         command = (
             sys.executable,
-            str(script),
+            demo_code.SCRIPT.name,
             "--steps",
             "6000",
             "--until-file",
@@ -205,8 +206,8 @@ class Demo:
         places = {name: Place(node=name, rack=RACKS[name], serial=f"serial-{name}") for name in (*NODES, *STANDBYS)}
         fact = JobDeclared(
             job=JOB, nodes=tuple(places[n] for n in NODES), standbys=tuple(places[n] for n in STANDBYS), dp=len(NODES),
-            command=command, directory=str(self.home.path), environment=(("OMP_NUM_THREADS", "1"),), checkpoints=str(checkpoints),
-            author="demo",
+            command=command, directory=str(self.code), environment=(("OMP_NUM_THREADS", "1"),), checkpoints=str(checkpoints),
+            code_revision=code.revision, author="demo",
         )  # fmt: skip
         await tell(JetStreamLog(nc, LEDGER), fact, JOB)
         if not await self._until(lambda: self._confirmed(1), START_S_MAX, "training"):
@@ -215,6 +216,11 @@ class Demo:
             )
         self.began_ns = wall_ns()
         await self._steady()
+
+    @property
+    def code(self) -> Path:
+        """The job's folder: a git repository, where git is installed."""
+        return self.home.path / "code"
 
     @property
     def stop_file(self) -> Path:

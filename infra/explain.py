@@ -330,7 +330,10 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "approval_given": lambda d: f"{'yes' if d.granted else 'no'} to decision {_id(d.decision)}: {_short(d.reason)}",
     "hold_placed": _hold,
     "hold_released": lambda d: f"hold on {d.job or 'the fleet'} released: {_short(d.reason)}",
-    "restart_requested": lambda d: f"restart asked for ({d.symptom}): {_short(d.reason)}",
+    "restart_requested": lambda d: (
+        f"{'an update with the next restart' if d.at_next_restart else 'restart'} asked for ({d.symptom}): {_short(d.reason)}"
+        + (f", to revision {d.revision[:12]}" if d.revision else "")
+    ),
     "stop_requested": lambda d: f"stop asked for: {_short(d.reason)}",
     "standby_added": lambda d: f"standby {d.place.node} added",
     "policy_adopted": lambda d: f"policy {d.digest} adopted",

@@ -136,7 +136,8 @@ def told(wall: WallTime, time_ns: int, fact: Fact) -> WallTime:
     cause of the time until the next attempt's first step. Other facts change nothing."""
     if isinstance(fact, JobDeclared):
         return wall if wall.stage else replace(wall, stage="starting", start_ns=time_ns, cursor_ns=time_ns)
-    if isinstance(fact, (RestartRequested, StopRequested)) and wall.stage not in ("", "ended"):
+    asked = isinstance(fact, StopRequested) or (isinstance(fact, RestartRequested) and not fact.at_next_restart)
+    if asked and wall.stage not in ("", "ended"):
         return replace(_advanced(wall, time_ns), planned_since=wall.attempt)
     return wall
 

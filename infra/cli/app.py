@@ -14,7 +14,19 @@ from nats.errors import Error as NatsError
 from pydantic import ValidationError
 from typer.exceptions import TyperException
 
-from infra.cli import classify, demo_command, doctor_command, grouptest, operate, operator, reading, setup, status, topology
+from infra.cli import (
+    classify,
+    demo_command,
+    doctor_command,
+    grouptest,
+    operate,
+    operator,
+    reading,
+    restart,
+    setup,
+    status,
+    topology,
+)
 from infra.cli.common import FINE, SAID, WRONG_USE, clean, errors
 
 app = typer.Typer(
@@ -26,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for module in (demo_command, operate, operator, reading, status, setup, topology, classify, doctor_command, grouptest):
+for module in (demo_command, operate, restart, operator, reading, status, setup, topology, classify, doctor_command, grouptest):
     module.register(app)
 
 

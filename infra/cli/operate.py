@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from actuators.git import GitFailed
 from events.action import OutcomeRecorded
 from events.decision import DecisionMade
 from events.job import JobDeclared, Place
@@ -41,6 +42,7 @@ from infra.cli.status import last_heard
 from infra.cli.topology import TopologyOption, declare, declared_topology, topology_of
 from infra.home import Address, Home, host_name
 from infra.jetstream import JetStreamLog
+from infra.job_code import Code, code_at, declared_code
 from infra.pipeline import Node, Pipeline, default_policy_text, start_control
 from infra.pipeline import say as tell
 from infra.supervise import Supervisor
@@ -170,7 +172,7 @@ def register(app: typer.Typer) -> None:
         spare: Annotated[list[str] | None, typer.Option("--spare", help="Which agents are standbys, in the same form")] = None,
         job: Annotated[str, typer.Option("--job", help="The job's name [default: the script's]")] = "",
         checkpoints: Annotated[Path | None, typer.Option("--checkpoints", help="Folder of the job's checkpoints, on storage that all nodes see")] = None,
-        revision: Annotated[str, typer.Option("--revision", help="Code revision, for the record")] = "",
+        revision: Annotated[str, typer.Option("--revision", help="Commit to run; none: the folder as it lies [default: the checkout's, if it differs in nothing]")] = "",
         backend: Annotated[Literal["local", "exec"], typer.Option("--backend", help="Who evicts, replaces and pages: the agents, or the site's script (--exec)")] = "local",
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file, when the pipeline is started here")] = None,
         detach: Annotated[bool, typer.Option("--detach", help="Declare the job and return (the pipeline must be up)")] = False,
@@ -246,13 +248,15 @@ class JobSpec:
                 say(
                     f"{self.topology.origin} does not say where {', '.join(unknown[:8])} stand{'s' if len(unknown) == 1 else ''}"
                 )
+        code = await self._code()
+        say(code.said)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         ledger = JetStreamLog(nc, LEDGER)
         start = await ledger.last_sequence()
         fact = JobDeclared(
             job=self.job, nodes=tuple(places), standbys=tuple(spares), ranks_per_node=self.ranks_per_node, tp=self.tp, pp=self.pp,
             dp=self.nodes * self.ranks_per_node // (self.tp * self.pp), command=tuple(self._absolute()), directory=str(Path.cwd()),
-            environment=job_environment(), checkpoints=str(self.checkpoints), code_revision=self.revision, backend=self.backend, author=author(),
+            environment=job_environment(), checkpoints=str(self.checkpoints), code_revision=code.revision, backend=self.backend, author=author(),
         )  # fmt: skip
         await tell(ledger, fact, self.job)
         say(
@@ -261,6 +265,17 @@ class JobSpec:
         if detach:
             return FINE
         return await follow_job(nc, self.job, start)
+
+    async def _code(self) -> Code:
+        if self.revision == "none":
+            return Code("", "code: runs as it lies, and can't be rolled back, as asked for")
+        here = str(Path.cwd())
+        if not self.revision:
+            return await declared_code(here, self.command)
+        try:
+            return await code_at(here, self.command, self.revision)
+        except GitFailed as error:
+            raise Refused(str(error)) from None
 
     def _absolute(self) -> list[str]:
         return [shutil.which(self.command[0]) or self.command[0], *self.command[1:]]

@@ -1,16 +1,16 @@
-"""What people say to a running pipeline: restart, stop, hold, release, approve, deny, standby, policy."""
+"""What people say to a running pipeline: stop, hold, release, approve, deny, standby, policy."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from events.clock import NS
 from events.envelope import Fact
-from events.job import ApprovalGiven, HoldPlaced, HoldReleased, Place, RestartRequested, StandbyAdded, StopRequested
+from events.job import ApprovalGiven, HoldPlaced, HoldReleased, Place, StandbyAdded, StopRequested
 from events.ports import LEDGER
 from infra.bus import BusClient
 from infra.cli.common import (
@@ -80,22 +80,6 @@ def _speak(
 
 
 def register(app: typer.Typer) -> None:
-    @app.command()
-    def restart(
-        reason: Reason, job: Annotated[str, typer.Argument()] = "",
-        symptom: Annotated[Literal["code_update", "data_update", "operator_restart"], typer.Option("--as", help="What the census counts it as")] = "operator_restart",
-        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
-    ) -> None:  # fmt: skip
-        """Restart a job by plan, from its last whole checkpoint. It is counted as manual, not as an incident; it ends one that is open."""
-        _speak(
-            home,
-            url,
-            key,
-            json,
-            lambda name, _: RestartRequested(job=name, reason=reason, author=author(), symptom=symptom),
-            job,
-        )
-
     @app.command()
     def stop(
         reason: Reason, job: Annotated[str, typer.Argument()] = "",
