@@ -77,6 +77,11 @@ class Local:
             return Done("unreachable", str(error), (first,))
         if not prepared.ok:
             return Done("failed", f"{first}: {prepared.detail}"[:2000], (first,), again=not _refusal(prepared))
+        if not prepared.restore and not intent.from_the_beginning:
+            lost = f"no whole checkpoint lies below step {intent.restore_below_step}, and it is not started from the beginning"
+            return Done(
+                "failed", f"{lost}; put one where the job's checkpoints lie, and restart ({prepared.detail})"[:2000], (first,)
+            )
         commands = {
             place.node: _command(
                 work,
@@ -108,7 +113,8 @@ class Local:
         if not prepared.restore and intent.restore_below_step >= 0:
             restore += f" (there is no whole checkpoint below step {intent.restore_below_step})"
         code = f", revision {intent.revision[:12]}" if intent.revision else ""
-        return Done("done", f"attempt {intent.attempt} started on {len(commands)} nodes, {restore}{code}")
+        detail = f"attempt {intent.attempt} started on {len(commands)} nodes, {restore}{code}"
+        return Done("done", detail, restored_step=prepared.restore_step if prepared.restore else -1)
 
     async def notify(self, work: Work, nodes: Nodes) -> Done:
         log.warning("%s", work.intent.text)

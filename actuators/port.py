@@ -29,6 +29,7 @@ class Done:
     detail: str = ""
     nodes: tuple[str, ...] = ()
     again: bool = field(default=False)
+    restored_step: int = -1
     stacks: tuple[StackRound, ...] = ()
     tests: tuple[CheckResult, ...] = ()
     replays: tuple[ReplayResult, ...] = ()

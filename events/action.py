@@ -34,6 +34,8 @@ class OutcomeRecorded(Fact):
     result: Result
     detail: str = Field(default="", max_length=TEXT_MAX)
     nodes: tuple[str, ...] = ()
+    #: Of start_attempt, the step that the attempt was restored at; -1: not known, or from the beginning.
+    restored_step: int = Field(default=-1, ge=-1)
     #: What an examination found, by verb: capture_stacks; diagnose and examine; group_test.
     stacks: tuple[StackRound, ...] = ()
     tests: tuple[CheckResult, ...] = ()

@@ -93,7 +93,7 @@ class TimerSet(Decided):
     timer: str
     job: str = Field(max_length=NAME_MAX)
     incident: str
-    purpose: Literal["culprit_window", "silence_window", "shared_window", "recovery_deadline", "hold_expiry"]
+    purpose: Literal["culprit_window", "silence_window", "shared_window", "recovery_deadline", "hold_expiry", "update_window"]
     at_ns: int = Field(ge=0)
     note: str = ""
 
@@ -181,6 +181,8 @@ class IntentIssued(Decided):
     #: checkpoint below this step is restored (-1: the newest of all).
     revision: str = Field(default="", max_length=NAME_MAX)
     restore_below_step: int = Field(default=-1, ge=-1)
+    #: Whether it may start from the beginning where no checkpoint lies below that step.
+    from_the_beginning: bool = True
 
 
 class IncidentClosed(Decided):

@@ -204,6 +204,7 @@ class Actuators:
             result=done.result,
             detail=done.detail[:TEXT_MAX],
             nodes=done.nodes,
+            restored_step=done.restored_step,
             stacks=done.stacks,
             tests=done.tests,
             replays=done.replays,

@@ -8,14 +8,18 @@ from pathlib import Path
 from actuators.git import GitFailed, git, resolve
 from infra.job_code import Code, declared_code
 
-SCRIPT = Path(__file__).resolve().parent / "demo_job" / "train.py"
+JOB = Path(__file__).resolve().parent / "demo_job"
+SCRIPT = JOB / "train.py"
+#: What the job consists of.
+FILES = ("train.py", "faults.py")
 _AUTHOR = ("-c", "user.name=keepstep demo", "-c", "user.email=demo@localhost", "-c", "commit.gpgSign=false")
 
 
 async def make(folder: Path) -> Code:
-    """Puts the demo's script as train.py into `folder`, under git where git is installed."""
+    """Puts the demo's script, and what it imports of its own, into `folder`, under git where git is installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(SCRIPT, folder / SCRIPT.name)
+    for name in FILES:
+        shutil.copyfile(JOB / name, folder / name)
     try:
         if not (folder / ".git").exists():
             await git("init", "--quiet", "--template=", at=str(folder), alone=str(folder.parent))

@@ -3,6 +3,7 @@ fold serves the live view, `status` and the demo's table."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,8 @@ class Watch:
     unread: int = 0
     deadletters: int = 0
     progress: dict[str, ProgressNoted] = field(default_factory=dict)
+    #: The last evidence that opened nothing.
+    unheeded: deque[EvidenceJudged] = field(default_factory=lambda: deque(maxlen=100))
 
     def ledger(self, record: Record) -> AnyEvent | None:
         """Folds one LEDGER record; None if it is not readable."""
@@ -88,6 +91,8 @@ class Watch:
             self.incidents[data.incident] = IncidentStory(
                 data.incident, data.job, data.epoch, data.symptom, data.first_evidence_ns, event.time, data.attempt
             )
+        if isinstance(data, EvidenceJudged) and not data.incident:
+            self.unheeded.append(data)
         story = self.incidents.get(getattr(data, "incident", ""))
         if story is not None:
             if isinstance(data, EvidenceJudged):

@@ -108,6 +108,8 @@ def _timer(fleet: Fleet, event: Told, data: TimerSet) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
+    if data.purpose == "update_window":
+        return fleet.put(job._replace(update_timer=data.timer))
     if data.purpose == "recovery_deadline":
         return fleet.put(job._replace(plan=job.plan._replace(deadline=data.timer))) if job.plan else fleet
     incident = job.incident

@@ -16,12 +16,12 @@ from pydantic_core import to_json
 
 from events import subjects
 from events.action import OutcomeRecorded
-from events.clock import text_of
+from events.clock import NS, text_of
 from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import ProgressNoted, Signal
-from events.job import HoldPlaced, HoldReleased, PolicyAdopted
+from events.job import HoldPlaced, HoldReleased, PolicyAdopted, RestartRequested
 from events.ports import Record
 from events.registry import FACTS, Malformed, canonical, make, parse
 from processors.examinations import judged
@@ -238,6 +238,10 @@ class Decider:
                 timer = derived_id("timer", data.job, turn.trigger.id, "hold_expiry", 0)
                 at_ns = data.expires_ns
                 turn.say([TimerSet(timer=timer, job=data.job, incident="", purpose="hold_expiry", at_ns=at_ns, **turn.base)])
+            if kind is RestartRequested and data.at_next_restart and data.job in turn.fleet.jobs:
+                timer = derived_id("timer", data.job, turn.trigger.id, "update_window", 0)
+                at_ns = turn.fleet.now_ns + int(turn.fleet.policy.decider.update_window_s * NS)
+                turn.say([TimerSet(timer=timer, job=data.job, incident="", purpose="update_window", at_ns=at_ns, **turn.base)])
             owner = owner_of(turn.fleet, turn.trigger, data.node) if kind in _HAVE_NODE and data.node else None
             self._settle(turn, owner.name if owner else _job_of(turn.trigger))
 

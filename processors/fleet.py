@@ -140,7 +140,10 @@ def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
-    return fleet.put(job._replace(wanted="running", request=data.symptom, next_revision=data.revision or job.next_revision))
+    job = job._replace(next_revision=data.revision or job.next_revision)
+    if data.at_next_restart:
+        return fleet.put(job)
+    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer=""))
 
 
 def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:
@@ -262,6 +265,8 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
         plan = plan._replace(failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
     elif data.verb == "start_attempt":
         plan = plan._replace(stage="confirming")
+        if job.revisions.get(job.revision, 0) < 0:  # what a rollback must go back behind
+            job = job._replace(revisions={**job.revisions, job.revision: max(data.restored_step, 0)})
     elif data.verb == "stop_attempt" and plan.stop_only:
         return fleet.put(job._replace(plan=None))
     return fleet.put(_healthy(job._replace(plan=plan)))
@@ -273,6 +278,10 @@ def _fired(fleet: Fleet, event: Told, data: TimerFired) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
+    if data.purpose == "update_window" and job.update_timer == data.timer and job.next_revision and job.wanted == "running":
+        job = job._replace(
+            request=job.request or "code_update", update_timer=""
+        )  # it waited long enough for a restart to go with
     if job.plan is not None and job.plan.deadline == data.timer:
         job = job._replace(plan=job.plan._replace(overdue=True))
     if job.incident and job.incident.id == data.incident and job.incident.timers.get(data.purpose) == data.timer:

@@ -55,7 +55,8 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
         if node not in job.out:
             facts.append(intent(fleet, job, plan, base, verb="evict_node", node=node, attempt=job.attempt))
     for node in plan.standbys:
-        facts.append(intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt))
+        code = revision_of(job, plan)
+        facts.append(intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt, revision=code))
     if not any(isinstance(fact, IntentIssued) for fact in facts) and not plan.stop_only:
         facts.append(look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base))
     return facts
@@ -70,6 +71,11 @@ def _deadline_s(fleet: Fleet, plan: Plan) -> float:
     return rules.recovery_deadline_s if plan.rung not in looking_s else looking_s[plan.rung] + 2 * rules.action_deadline_s
 
 
+def revision_of(job: Job, plan: Plan) -> str:
+    """The code that the plan's attempt runs."""
+    return plan.revision or job.next_revision or job.revision
+
+
 def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
     """Ranks keep their order: a standby takes the very place of the machine that it replaces."""
     instead = dict(zip(plan.nodes, plan.standbys, strict=False))
@@ -80,10 +86,11 @@ def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
         old if old and old.node == node else RankPlace(node=node, first_rank=i * per_node, count=per_node)
         for i, (node, old) in enumerate(zip(nodes, before, strict=True))
     )
+    below = plan.restore_below_step if plan.restore_below_step >= 0 else restore_below(job)
     return intent(
         fleet, job, plan, base, verb="start_attempt", attempt=job.attempt + 1, places=places,
-        nodes=tuple(nodes), world_size=per_node * len(places), revision=plan.revision or job.next_revision or job.revision,
-        restore_below_step=plan.restore_below_step if plan.restore_below_step >= 0 else restore_below(job),
+        nodes=tuple(nodes), world_size=per_node * len(places), revision=revision_of(job, plan),
+        restore_below_step=below, from_the_beginning=below <= fleet.policy.decider.from_the_beginning_steps_max,
     )  # fmt: skip
 
 

@@ -194,6 +194,11 @@ class Decider(_Section):
     tests_within_s: Seconds = 300.0
     #: A revision that ran so many steps is stable.
     stable_steps: Annotated[int, Field(ge=1, le=10_000_000)] = 100
+    #: A lazy update waits this long for a restart to go with; then the job is restarted for it.
+    update_window_s: Seconds = 86_400.0
+    #: Where no checkpoint lies below the step that a restore must go back behind, up to this many steps are done again from the
+    #: beginning; beyond it, the start fails and a person is called.
+    from_the_beginning_steps_max: Count = 1000
     #: The steps of a group's replay, and its time.
     replay_steps: Annotated[int, Field(ge=1, le=100_000)] = 20
     replay_within_s: Seconds = 1800.0

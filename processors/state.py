@@ -204,6 +204,8 @@ class Job(NamedTuple):
     #: yet); and the newest that proved stable.
     revision: str = ""
     next_revision: str = ""
+    #: The timer that ends the wait of a lazy update for a restart to go with.
+    update_timer: str = ""
     revisions: Mapping[str, int] = {}
     stable: str = ""
     #: Steps that were computed wrongly, from and to, and in which attempt: checkpoints of them are not restored until a later attempt is

@@ -246,6 +246,7 @@ class Story:
                 author="a",
                 symptom=options.get("symptom", "operator_restart"),
                 revision=options.get("revision", ""),
+                at_next_restart="lazily" in plain,
             ),
             "operator",
             plain[0],

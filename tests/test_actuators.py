@@ -309,6 +309,11 @@ async def test_a_start_says_which_code_and_from_below_which_step_to_all_that_nee
     nodes = {"n0": Node(says={"prepare": nothing}), "n1": Node()}
     done = await backend.start_attempt(Work(going_back, declared()), channel_to(nodes))
     assert "from the beginning (there is no whole checkpoint below step 12), revision abab" in done.detail
+    nodes = {"n0": Node(says={"prepare": nothing}), "n1": Node()}
+    weeks = going_back.model_copy(update={"restore_below_step": 90_000, "from_the_beginning": False})
+    done = await backend.start_attempt(Work(weeks, declared()), channel_to(nodes))
+    assert done.result == "failed" and "no whole checkpoint lies below step 90000" in done.detail
+    assert nodes["n1"].told == []
 
 
 @pytest.mark.parametrize(

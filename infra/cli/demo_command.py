@@ -20,6 +20,7 @@ from infra.cli.common import FINE, FOUND, JsonOption, clean, console, errors, pu
 from infra.cli.operate import until_signal
 from infra.cli.reading import read_streams, replay_all, show_replay
 from infra.demo import JOB, Demo, DemoFailed, Score
+from infra.demo_full import FullDemo
 from infra.home import Address, Home
 from infra.wall_time import bins
 from processors.ettr import split
@@ -32,15 +33,16 @@ def register(app: typer.Typer) -> None:
     def demo(
         out: Annotated[Path | None, typer.Option("--out", help="Where the demo keeps its state and leaves its recording [default: a new folder in the temporary one]")] = None,
         real_kmsg: Annotated[bool, typer.Option("--real-kmsg", help="Write the GPU's loss into this machine's own kernel ring (root)")] = False,
+        full: Annotated[bool, typer.Option("--full", help="The whole ladder: hangs, a slow node, bad revisions, wrong numbers (about 10 minutes; needs git)")] = False,
         json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Break a real training job, one fault after another, and watch it come back. Exits with 1 if any fault was not handled as the policy says."""
         home = Home((out or Path(tempfile.mkdtemp(prefix="keepstep-demo-"))).absolute())
-        raise typer.Exit(run(play(home, real_kmsg, json)))
+        raise typer.Exit(run(play(FullDemo(home, real_kmsg) if full else Demo(home, real_kmsg), json)))
 
 
-async def play(home: Home, real_kmsg: bool, as_json: bool) -> int:
-    demo = Demo(home, real_kmsg)
+async def play(demo: Demo, as_json: bool) -> int:
+    home = demo.home
     stop = until_signal(demo.end_ranks)
     live = (
         Live(console=errors, refresh_per_second=4, get_renderable=lambda: view(demo))
