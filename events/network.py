@@ -72,6 +72,16 @@ class LinkSample(Fact):
     began_again: bool = False
 
 
+class LinkTraffic(Fact):
+    """What all watched links of a node carried together in a sample's period, told on its job's stream: a job that makes no progress
+    and carries nothing hangs; one that carries something may be slow."""
+
+    TYPE: ClassVar[str] = "keepstep.link_traffic.v1"
+    period_s: float = Field(gt=0)
+    bytes_per_s: float = Field(ge=0)
+    links: int = Field(ge=1)
+
+
 class NicSample(Fact):
     """All watched links, every half minute. `period_s` 0: the first one, which has no rates."""
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
 
 Phase = Literal["startup", "step", "evaluation", "checkpoint", "undeclared"]
+#: What a script says it changed, so that its curves may jump for a good reason; '' for nothing.
+Change = Literal["", "data", "rate", "context", "other"]
 
 
 class StepSample(Fact):
@@ -22,6 +24,12 @@ class StepSample(Fact):
     grad_norm: float | None = None
     tokens: int | None = Field(default=None, ge=0)
     mfu: float | None = None
+    #: The optimizer was not stepped (a loss scaler's overflow): what this step's loss and gradient norm are is no fault.
+    skipped: bool = False
+    #: The part of `step_time_s` in this rank's own work, before it waited for others; None: not told.
+    busy_s: float | None = Field(default=None, ge=0)
+    #: Changed with this step, or since the one before.
+    changed: Change = ""
 
 
 class TrainingProgress(Fact):

@@ -27,7 +27,9 @@ from keepstep._hook import Hook, Phase
 
 __all__ = [
     "active",
+    "changed",
     "checkpoint_to_restore",
+    "computed",
     "init_process_group",
     "measure_peak",
     "phase",
@@ -76,14 +78,26 @@ def active() -> bool:
     return _activate() is not None
 
 
-def step(step: int, *, loss: Any = None, grad_norm: Any = None, tokens: Any = None, flops: Any = None) -> None:
+def step(
+    step: int,
+    *,
+    loss: Any = None,
+    grad_norm: Any = None,
+    tokens: Any = None,
+    flops: Any = None,
+    skipped: Any = False,
+    busy_s: Any = None,
+) -> None:
     """Marks the end of step `step` (from 0). `loss` and `grad_norm` are numbers or tensors of one element, on any device; `tokens`
-    and `flops` what this rank worked on in the step (the whole model's, where it is replicated)."""
+    and `flops` what this rank worked on in the step (the whole model's, where it is replicated). `skipped`: the optimizer was not
+    stepped, as a loss scaler does after an overflow (with torch's: `scaler.get_scale() < before`); a loss or norm of such a step is no
+    fault. `busy_s`: this rank's own work in it, without waiting for others, where the script knows it (from CUDA events);
+    `computed()` measures it otherwise."""
     hook = _hook
     if hook is None and (_tried or (hook := _activate()) is None):
         return
     try:
-        hook.step(step, loss, grad_norm, tokens, flops)
+        hook.step(step, loss, grad_norm, tokens, flops, skipped, busy_s)
     except Exception as error:
         hook.fault("could not take down a step", error)
 
@@ -91,6 +105,23 @@ def step(step: int, *, loss: Any = None, grad_norm: Any = None, tokens: Any = No
 def phase(name: str) -> Phase:
     """`with keepstep.phase("evaluation"):`; also "checkpoint", "startup". Any other name counts as "undeclared"."""
     return Phase(_activate(), name)
+
+
+def computed() -> None:
+    """This rank's own work of the present step is done up to here, before it waits for any other: after the forward pass, say. In
+    synchronous training all ranks take as long as the slowest, and only this tells which that is. The last call in a step counts. On a
+    GPU whose work is only queued, give `step` a `busy_s` instead."""
+    hook = _activate()
+    if hook is not None:
+        hook.computed()
+
+
+def changed(what: str) -> None:
+    """The curves may jump for a good reason from the next step on: "data", "rate" (a schedule's edge), "context" (its length), or
+    "other". Loss, gradient norm and speed are learned anew."""
+    hook = _activate()
+    if hook is not None:
+        hook.change(what)
 
 
 def tick() -> None:

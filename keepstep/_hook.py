@@ -19,11 +19,13 @@ from keepstep._ring import CAPACITY, Ring
 from keepstep._sender import Sender
 
 PHASES = ("startup", "step", "evaluation", "checkpoint", "undeclared")
+#: What a script may say has changed; anything else counts as "other".
+CHANGES = ("data", "rate", "context", "other")
 #: The process that speaks for the rank. What it spawns inherits the rank's environment and must keep silent.
 CLAIM = "KEEPSTEP_CLAIMED_PID"
 
 #: A sample without its number.
-_Values = tuple[int, float, float, Optional[float], Optional[float], Optional[int], Optional[float]]
+_Values = tuple[int, float, float, Optional[float], Optional[float], Optional[int], Optional[float], bool, Optional[float], str]
 #: A finished step; the copy of its values (None: it has them) is on its way.
 _Pending = tuple[Optional[_device.Copy], _Values]
 _ELSEWHERE = object()
@@ -33,7 +35,7 @@ _INFINITE = float("inf")
 
 class Hook:
     __slots__ = (
-        "_apart_s", "_copies", "_depth", "_ended_s", "_entered_s", "_faulted", "_kinds", "_pending", "_sender", "attempt", "job",
+        "_apart_s", "_busy_s", "_changed", "_copies", "_depth", "_ended_s", "_entered_s", "_faulted", "_kinds", "_pending", "_sender", "attempt", "job",
         "last_step", "peak_flops", "phase", "pid", "progress", "rank", "restored_step", "ring", "world_size",
     )  # fmt: skip
 
@@ -52,6 +54,8 @@ class Hook:
         self.restored_step = -1
         self._ended_s = perf_counter()
         self._apart_s = 0.0  # since the last step, in phases other than it
+        self._busy_s: float | None = None  # of the present step, as far as it was marked
+        self._changed = ""
         self._depth = 0
         self._pending: deque[_Pending] = deque()
         self._copies = _device.Copies()
@@ -73,11 +77,15 @@ class Hook:
             "restored_step": self.restored_step,
         }
 
-    def step(self, step: int, loss: Any, grad_norm: Any, tokens: Any, flops: Any) -> None:
+    def step(
+        self, step: int, loss: Any, grad_norm: Any, tokens: Any, flops: Any, skipped: Any = False, busy_s: Any = None
+    ) -> None:
         now_s = perf_counter()
         step_time_s = now_s - self._ended_s - self._apart_s
         self._ended_s = now_s
         self._apart_s = 0.0
+        marked_s, self._busy_s = self._busy_s, None
+        changed, self._changed = self._changed, ""
         if type(step) is not int:
             step = index(step)
         if not 0 <= step < _INT_END:
@@ -94,6 +102,12 @@ class Hook:
             tokens = int(tokens) if tokens is not None else None
         if tokens is not None and not 0 <= tokens < _INT_END:
             tokens = None
+        if skipped is not False:
+            value = self._read(skipped)
+            skipped = value is not _ELSEWHERE and bool(value)
+        busy_s = marked_s if busy_s is None else self._read(busy_s)
+        if busy_s is not None and (type(busy_s) is not float or not 0.0 <= busy_s < _INFINITE):
+            busy_s = None
         elsewhere: list[Any] | None = None
         if loss is not None and type(loss) is not float:
             value = self._read(loss)
@@ -106,17 +120,25 @@ class Hook:
                 elsewhere, value = [elsewhere[0] if elsewhere else None, grad_norm], None
             grad_norm = value
         if elsewhere or self._pending:
-            self._later(elsewhere, (step, now_s, step_time_s, loss, grad_norm, tokens, mfu))
+            self._later(elsewhere, (step, now_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed))
         else:
             ring = self.ring
             number = ring.written
-            ring.slots[number % CAPACITY] = (number, step, now_s, step_time_s, loss, grad_norm, tokens, mfu)
+            ring.slots[number % CAPACITY] = (
+                number, step, now_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed
+            )  # fmt: skip
             ring.written = number + 1
         self.last_step = step
         if self.phase == "startup":
             self.phase = "step"
             self.progress += 1
         self.progress += 1
+
+    def computed(self) -> None:
+        self._busy_s = max(0.0, perf_counter() - self._ended_s - self._apart_s)
+
+    def change(self, what: str) -> None:
+        self._changed = what if what in CHANGES else "other"
 
     def _read(self, value: Any) -> Any:
         """A number that is at hand; _ELSEWHERE for a tensor on a device; None for what it can't read without waiting."""
@@ -142,11 +164,11 @@ class Hook:
         one would break the capture of a CUDA graph."""
         pending = self._pending
         while pending and ((copy := pending[0][0]) is None or copy.over()):
-            step, ended_s, step_time_s, loss, grad_norm, tokens, mfu = pending.popleft()[1]
+            step, ended_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed = pending.popleft()[1]
             copied_loss, copied_norm = copy.values() if copy is not None else (None, None)
             loss = loss if copied_loss is None else copied_loss
             grad_norm = grad_norm if copied_norm is None else copied_norm
-            self.ring.write(step, ended_s, step_time_s, loss, grad_norm, tokens, mfu)
+            self.ring.write(step, ended_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed)
         while len(pending) >= _device.PENDING_MAX:
             self._give_up()
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Optional
 
-#: Its number (from 0), step, when it ended (s of perf_counter), step time (s), loss, gradient norm, tokens, MFU.
-Sample = tuple[int, int, float, float, Optional[float], Optional[float], Optional[int], Optional[float]]
+#: Its number (from 0), step, when it ended (s of perf_counter), step time (s), loss, gradient norm, tokens, MFU, whether its update
+#: was skipped, the part of the step time in its own compute (s), and what changed with it ('' for nothing).
+Sample = tuple[
+    int, int, float, float, Optional[float], Optional[float], Optional[int], Optional[float], bool, Optional[float], str
+]
 CAPACITY = 4096
-_NONE: Sample = (-1, 0, 0.0, 0.0, None, None, None, None)
+_NONE: Sample = (-1, 0, 0.0, 0.0, None, None, None, None, False, None, "")
 
 
 class Ring:
@@ -33,10 +36,15 @@ class Ring:
         grad_norm: float | None,
         tokens: int | None,
         mfu: float | None,
+        skipped: bool,
+        busy_s: float | None,
+        changed: str,
     ) -> None:
         """The training thread's."""
         number = self.written
-        self.slots[number % CAPACITY] = (number, step, ended_s, step_time_s, loss, grad_norm, tokens, mfu)
+        self.slots[number % CAPACITY] = (
+            number, step, ended_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed
+        )  # fmt: skip
         self.written = number + 1
 
     def read(self, start: int, limit: int) -> tuple[list[Sample], int, int]:

@@ -38,8 +38,11 @@ def _number(value: float | None) -> Any:
 
 def _sample(sample: Sample, wall_ns: int) -> list[Any]:
     """As it is sent. `wall_ns`: the wall clock at the zero of perf_counter, asked here rather than at every step."""
-    _, step, ended_s, step_time_s, loss, grad_norm, tokens, mfu = sample
-    return [step, wall_ns + int(ended_s * 1e9), step_time_s, _number(loss), _number(grad_norm), tokens, mfu]
+    _, step, ended_s, step_time_s, loss, grad_norm, tokens, mfu, skipped, busy_s, changed = sample
+    row = [step, wall_ns + int(ended_s * 1e9), step_time_s, _number(loss), _number(grad_norm), tokens, mfu]
+    if skipped or busy_s is not None or changed:
+        row += [int(skipped), busy_s, changed]
+    return row
 
 
 def encode(message: dict[str, Any]) -> bytes:

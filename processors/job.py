@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from processors.curves import CurvesHealth
 from processors.detector import Seen
 from processors.drift import ConfigurationDrifts
 from processors.job_health import JobDetector
 from processors.node import NodeDetector
+from processors.pace import PaceHealth
 
 
 class JobParts(NodeDetector):
@@ -18,4 +20,4 @@ class JobParts(NodeDetector):
 
 
 def job_detector() -> JobParts:
-    return JobParts((JobDetector(), ConfigurationDrifts()))
+    return JobParts((JobDetector(), ConfigurationDrifts(), CurvesHealth(), PaceHealth()))

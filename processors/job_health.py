@@ -4,7 +4,7 @@ TELEMETRY_JOB (detector "job").
 Only the highest attempt that was seen counts: what an earlier one still says is history. Steps, losses and phases come from the
 ranks' hooks, exits and process states from the nodes' agents. Stalls are judged in stalls.py, exits are read in exits.py.
 
-Left open: NaN and jumps of loss and gradient norm, MFU (they read the same samples as `_progress` does).
+Loss and gradient norm are judged in curves.py, speed in pace.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from events.clock import NS
 from events.envelope import Fact
 from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
+from events.network import LinkTraffic
 from events.presence import Heartbeat, Tick
 from events.rank_log import RankLog
 from events.training import RankExit, RankStarted, TrainingProgress
@@ -22,7 +23,7 @@ from processors import ranks as ranks_
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.exits import reading
 from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, Rank, Ranks
-from processors.stalls import judged
+from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer
 
 CAUSES_MAX = 16
 #: Ranks of whose logs the last line of note is kept, and how much of it.
@@ -34,7 +35,8 @@ SPARSE_FACTOR = 10
 class JobState(NamedTuple):
     """One attempt. `moved_ns`: when any rank's progress grew last (at first: when the attempt began); `heard_ns`: when anything
     of the attempt was heard; `step`: the highest finished; `healthy`: steps finished since the last non-finite loss; `stepped`:
-    ranks that finished one; `words`: the last of note in the logs of a few ranks, newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible."""
+    ranks that finished one; `words`: the last of note in the logs of a few ranks, newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible.
+    `longest`: by phase, of all attempts; `traffic`: since the last progress."""
 
     job: str = ""
     attempt: int = -1
@@ -65,16 +67,20 @@ class JobState(NamedTuple):
     silence_noted: bool = False
     finished: bool = False
     words: tuple[tuple[int, str], ...] = ()
+    longest: tuple[Longest, ...] = ()
+    traffic: Traffic = NO_TRAFFIC
 
 
 _EMPTY = JobState()
 
 
 class JobDetector:
-    """`phase_limit_s`, `healthy_steps`, `progress_note_s`, `exits_each_max` and `silence_s` of the settings."""
+    """`phase_limit_s`, `hang`, `healthy_steps`, `progress_note_s`, `exits_each_max` and `silence_s` of the settings."""
 
     name = "job"
-    reads: frozenset[type[Fact]] | None = frozenset((Tick, Heartbeat, TrainingProgress, RankStarted, RankExit, RankLog))
+    reads: frozenset[type[Fact]] | None = frozenset(
+        (Tick, Heartbeat, TrainingProgress, RankStarted, RankExit, RankLog, LinkTraffic)
+    )
 
     def key_of(self, seen: Seen) -> str:
         return seen.job
@@ -93,6 +99,10 @@ class JobDetector:
             out["unsaid_causes"] = list(state.unsaid_causes)
         if state.words:
             out["words"] = [list(word) for word in state.words]
+        if state.longest:
+            out["longest"] = [list(one) for one in state.longest]
+        if "traffic" in out:
+            out["traffic"] = [list(state.traffic.idle), *state.traffic[1:]]
         return out
 
     def load(self, key: str, value: Any) -> JobState:
@@ -103,6 +113,11 @@ class JobDetector:
             changes["unsaid_causes"] = tuple(changes["unsaid_causes"])
         if "words" in changes:
             changes["words"] = tuple((rank, text) for rank, text in changes["words"])
+        if "longest" in changes:
+            changes["longest"] = tuple(Longest(*one) for one in changes["longest"])
+        if "traffic" in changes:
+            idle, *rest = changes["traffic"]
+            changes["traffic"] = Traffic(tuple(idle), *rest)
         return JobState(**changes)
 
     def detect(self, state: JobState, clock: PartitionClock, seen: Seen) -> tuple[JobState, tuple[Claim, ...]]:
@@ -116,6 +131,8 @@ class JobDetector:
         claims: list[Claim] = []
         if kind is Heartbeat:
             return (_heartbeat(state, seen, data), ()) if attempt == state.attempt else (state, ())
+        if kind is LinkTraffic:
+            return (_traffic(state, clock, seen, data), ()) if attempt == state.attempt else (state, ())
         if kind is RankLog:
             return (_words(state, data), ()) if attempt == state.attempt else (state, ())
         if kind not in (TrainingProgress, RankStarted, RankExit):
@@ -125,8 +142,9 @@ class JobDetector:
         if attempt > state.attempt:
             _unsaid(state, claims)
             state = JobState(
-                job=state.job, attempt=attempt, began_ns=seen.seen_ns, moved_ns=seen.seen_ns, moved_id=seen.event.id
-            )
+                job=state.job, attempt=attempt, began_ns=seen.seen_ns, moved_ns=seen.seen_ns, moved_id=seen.event.id,
+                longest=state.longest,
+            )  # fmt: skip
         if data.world_size > state.world_size:
             state = state._replace(world_size=data.world_size)
         if kind is TrainingProgress:
@@ -180,7 +198,7 @@ def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: Training
         if sample.step > counted:
             counted = sample.step
             healthy += 1
-        if sample.loss is not None and not isfinite(sample.loss):
+        if sample.loss is not None and not isfinite(sample.loss) and not sample.skipped:
             healthy = 0
     if data.step > counted:  # its sample was overwritten: a step without a loss that anyone gave
         counted = data.step
@@ -192,6 +210,12 @@ def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: Training
         state = state._replace(stall="")
     advanced = counted > state.step
     moved = grew and seen_ns >= state.moved_ns
+    if moved and not state.stall:
+        longest = longer(state.longest, known.phase, seen_ns - state.moved_ns)
+        if longest is not state.longest:
+            state = state._replace(longest=longest)
+    if moved and state.traffic != NO_TRAFFIC:
+        state = state._replace(traffic=NO_TRAFFIC)
     state = state._replace(
         ranks=ranks_.put(state.ranks, data.rank, rank),
         heard_ns=max(state.heard_ns, seen_ns),
@@ -220,6 +244,16 @@ def _noted(state: JobState, clock: PartitionClock, seen: Seen, claims: list[Clai
     fact = ProgressNoted(step=state.step, first=first, restored_step=state.restored_step, seen_ns=seen.seen_ns)
     claims.append(Claim(seen.job, state.attempt, fact, (seen.event.id,)))
     return state._replace(confirmed=True, noted_ns=seen.time_ns, noted_step=state.step)
+
+
+def _traffic(state: JobState, clock: PartitionClock, seen: Seen, data: LinkTraffic) -> JobState:
+    """What a node's links carried, if nothing moved since before: while a job trains there is nothing to learn from it."""
+    if seen.seen_ns - int(data.period_s * NS) < state.moved_ns:
+        return state
+    idle = tuple(node for node in state.traffic.idle if node != seen.node)
+    if data.bytes_per_s <= clock.settings.hang.idle_bytes_per_s:
+        return state._replace(traffic=state.traffic._replace(idle=(*idle, seen.node)[:RANKS_MAX]))
+    return state._replace(traffic=Traffic(idle, max(seen.seen_ns, state.traffic.carried_ns), data.bytes_per_s, seen.node))
 
 
 def _words(state: JobState, data: RankLog) -> JobState:
@@ -312,8 +346,9 @@ def _tick(state: JobState, clock: PartitionClock) -> tuple[JobState, tuple[Claim
     settings = clock.settings
     silence_ns = int(settings.silence_s * NS)
     found = judged(
-        state.ranks, state.world_size, state.step, state.moved_ns, state.began_ns, now_ns, clock.heard_from_ns, settings
-    )
+        state.ranks, state.world_size, state.step, state.moved_ns, state.began_ns, now_ns, clock.heard_from_ns, settings,
+        state.longest, state.traffic,
+    )  # fmt: skip
     causes = (state.moved_id,) if state.moved_id else ()
     unheard_ns = now_ns - max(state.heard_ns, clock.heard_from_ns)
     missing: EvidenceMissing | None = None

@@ -25,7 +25,7 @@ class PhaseLimits(_Section):
     """How long a job may make no progress in each phase before that is a hang. No phase is exempt: hangs live in evaluation and
     checkpoints too (BLOOM chronicles: 18 h and 11 h lost in evaluation)."""
 
-    startup: Seconds = 600.0
+    startup: Seconds = 1800.0
     step: Seconds = 600.0
     evaluation: Seconds = 1800.0
     checkpoint: Seconds = 1800.0
@@ -107,6 +107,62 @@ class GpuLimits(_Section):
     link_crc_per_s: Annotated[float, Field(gt=0, le=1e9)] = 100.0
 
 
+class Hang(_Section):
+    """Limits that a job's own times make shorter than the stated ones, and what its links' traffic changes about them."""
+
+    #: A phase's limit (not start-up's) is this many times the longest stretch without progress in it, of `learn_count` at least.
+    #: 0: always as stated.
+    learn_factor: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 5.0
+    learn_count: Annotated[int, Field(ge=1, le=1000)] = 3
+    #: No learned limit is below this; none is above the stated one.
+    learned_least_s: Seconds = 600.0
+    #: Links of a node that carry less than this are idle.
+    idle_bytes_per_s: Limit = 1e6
+    #: The limit's factor where all nodes' links are idle, and where some carry something.
+    idle_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    traffic_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
+
+
+class Curves(_Section):
+    """When a loss or gradient norm is wrong. Steps are those whose update was not skipped."""
+
+    #: Above the rolling median, and by so many times the usual distance from it.
+    jump_ratio: Annotated[float, Field(gt=1, le=1e6)] = 5.0
+    spread_factor: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    window_steps: Annotated[int, Field(ge=4, le=1024)] = 64
+    learn_steps: Annotated[int, Field(ge=3, le=1024)] = 20
+    #: Nothing is a jump in the first steps of a job, nor in the first of an attempt or after a change that the script told of.
+    warmup_steps: Count = 100
+    grace_steps: Count = 10
+    #: So many steps of a trouble make it last; it is over after `calm_steps` without.
+    loss_steps: Annotated[int, Field(ge=1, le=100_000)] = 5
+    grad_norm_steps: Annotated[int, Field(ge=1, le=100_000)] = 50
+    nan_steps: Annotated[int, Field(ge=1, le=100_000)] = 2
+    nan_grad_norm_steps: Annotated[int, Field(ge=1, le=100_000)] = 20
+    calm_steps: Annotated[int, Field(ge=1, le=1000)] = 3
+    #: Of troubles that did not last, one is told in this time; the next telling counts them.
+    told_every_s: Seconds = 60.0
+
+
+class Pace(_Section):
+    """When a job, or one of its nodes, has become slow."""
+
+    #: Speed is judged in blocks of at least so many steps and seconds; the median of a block against that of the past ones.
+    block_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+    block_s: Seconds = 10.0
+    learn_blocks: Annotated[int, Field(ge=2, le=1000)] = 6
+    past_blocks: Annotated[int, Field(ge=2, le=1000)] = 60
+    #: Slower by this share, in so many blocks on end.
+    decline_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    decline_blocks: Annotated[int, Field(ge=1, le=1000)] = 3
+    #: The first steps of an attempt, and after a change that the script told of, are not judged.
+    grace_steps: Count = 10
+    #: A rank's own time in compute is held against its peers' so often; slower than they by this share, for so many rounds on end.
+    round_s: Seconds = 10.0
+    slow_min: Annotated[float, Field(gt=0, le=100)] = 0.2
+    slow_rounds: Annotated[int, Field(ge=1, le=1000)] = 5
+
+
 class Detectors(_Section):
     """What detectors judge by."""
 
@@ -116,6 +172,9 @@ class Detectors(_Section):
     tick_gap_s: Seconds = 3.0
     grace_s: Seconds = 10.0
     phase_limit_s: PhaseLimits = PhaseLimits()
+    hang: Hang = Hang()
+    curves: Curves = Curves()
+    pace: Pace = Pace()
     #: An attempt is healthy after this many finished steps with finite loss.
     healthy_steps: Annotated[int, Field(ge=1, le=10_000)] = 2
     #: How often progress is noted in the ledger while steps go on.

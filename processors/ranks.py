@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 #: Ranks of one attempt; a number beyond it is no rank.
 RANKS_MAX = 262_144
@@ -30,18 +30,20 @@ class Rank(NamedTuple):
     exit: int = RUNS
 
 
-#: Ranks by number, in chunks, so that one change copies two short tuples. None: nothing heard.
-Ranks = tuple[tuple[Rank | None, ...], ...]
+T = TypeVar("T")
+#: Something by rank's number, in chunks, so that one change copies two short tuples. None: nothing heard.
+ByRank = tuple[tuple[T | None, ...], ...]
+Ranks = ByRank[Rank]
 
-_EMPTY_CHUNK: tuple[Rank | None, ...] = (None,) * CHUNK
+_EMPTY_CHUNK: tuple[None, ...] = (None,) * CHUNK
 
 
-def get(ranks: Ranks, rank: int) -> Rank | None:
+def get(ranks: ByRank[T], rank: int) -> T | None:
     chunk = rank // CHUNK
     return ranks[chunk][rank % CHUNK] if chunk < len(ranks) else None
 
 
-def put(ranks: Ranks, rank: int, value: Rank) -> Ranks:
+def put(ranks: ByRank[T], rank: int, value: T) -> ByRank[T]:
     chunk, place = divmod(rank, CHUNK)
     if chunk >= len(ranks):
         ranks = ranks + (_EMPTY_CHUNK,) * (chunk + 1 - len(ranks))
@@ -49,7 +51,7 @@ def put(ranks: Ranks, rank: int, value: Rank) -> Ranks:
     return (*ranks[:chunk], (*old[:place], value, *old[place + 1 :]), *ranks[chunk + 1 :])
 
 
-def each(ranks: Ranks) -> Iterator[tuple[int, Rank]]:
+def each(ranks: ByRank[T]) -> Iterator[tuple[int, T]]:
     """Those that were heard, in order."""
     for c, chunk in enumerate(ranks):
         for i, value in enumerate(chunk):

@@ -1,7 +1,8 @@
 """Whether an attempt makes no progress, and which rank stands out. Pure: ranks, times and limits in, a judgement out.
 
 A phase's limit is that of the phase which most ranks are in; but where one rank evaluates or writes a checkpoint and the others
-wait for it in their step, the longer limit of that phase holds (decisions/060).
+wait for it in their step, the longer limit of that phase holds (decisions/060). The limit is the stated one, or a shorter one that the
+job's own times have shown to do; and it depends on what the links carry meanwhile (decisions/176).
 """
 
 from __future__ import annotations
@@ -14,10 +15,49 @@ from processors.detector import quote
 from processors.policy import Detectors
 from processors.ranks import RUNS, Rank, Ranks, each, get
 
+#: Traffic that was seen this long ago is of now: two samples of links, and a little.
+TRAFFIC_S = 75.0
 #: All ranks are looked at no later than this after the last time, whatever the limits were then.
 SCAN_S = 5.0
 NAMED_MAX = 8
+#: Stretches are counted up to this many.
+TIMES_MAX = 1000
 _WAITED_FOR = ("evaluation", "checkpoint")
+PHASES: tuple[str, ...] = ("startup", "step", "evaluation", "checkpoint", "undeclared")
+
+
+class Longest(NamedTuple):
+    """How long a job went without progress in a phase at most, and how many such stretches were seen."""
+
+    most_ns: int = 0
+    times: int = 0
+
+
+class Traffic(NamedTuple):
+    """What the links of the job's nodes carried in periods that lie wholly after its last progress. `idle`: nodes that carried nothing;
+    `carried_ns`: when a node was last seen to carry something, `bytes_per_s` and `node` of it; 0: none was."""
+
+    idle: tuple[str, ...] = ()
+    carried_ns: int = 0
+    bytes_per_s: float = 0.0
+    node: str = ""
+
+
+NO_TRAFFIC = Traffic()
+
+
+def longer(longest: tuple[Longest, ...], phase: str, gap_ns: int) -> tuple[Longest, ...]:
+    """After a stretch without progress in a phase; the same value where nothing is learned. Of start-ups nothing is: a restore that takes
+    a second says nothing of the compilation that follows it."""
+    if phase not in PHASES[1:]:
+        return longest
+    place = PHASES.index(phase)
+    longest = longest or (Longest(),) * len(PHASES)
+    known = longest[place]
+    if gap_ns <= known.most_ns and known.times >= TIMES_MAX:
+        return longest
+    now = Longest(max(gap_ns, known.most_ns), min(known.times + 1, TIMES_MAX))
+    return (*longest[:place], now, *longest[place + 1 :])
 
 
 class Stall(NamedTuple):
@@ -33,19 +73,32 @@ class Stall(NamedTuple):
     scan_ns: int = 0
 
 
-def limits_ns(settings: Detectors) -> Mapping[str, int]:
-    return {phase: int(limit * NS) for phase, limit in settings.phase_limit_s.model_dump().items()}
+def limits_ns(settings: Detectors, longest: Sequence[Longest] = ()) -> Mapping[str, int]:
+    """The limit of each phase: as stated, or less where the job's own times allow it."""
+    rules = settings.hang
+    stated = {phase: int(getattr(settings.phase_limit_s, phase) * NS) for phase in PHASES}
+    if not rules.learn_factor:
+        return stated
+    least = int(rules.learned_least_s * NS)
+    return stated | {
+        phase: min(stated[phase], max(least, int(seen.most_ns * rules.learn_factor)))
+        for phase, seen in zip(PHASES, longest, strict=False)
+        if seen.times >= rules.learn_count
+    }
 
 
 def judged(
-    ranks: Ranks, world_size: int, step: int, moved_ns: int, began_ns: int, now_ns: int, heard_from_ns: int, settings: Detectors
-) -> Stall:
-    limits = limits_ns(settings)
+    ranks: Ranks, world_size: int, step: int, moved_ns: int, began_ns: int, now_ns: int, heard_from_ns: int, settings: Detectors,
+    longest: Sequence[Longest] = (), traffic: Traffic = NO_TRAFFIC,
+) -> Stall:  # fmt: skip
+    limits = limits_ns(settings, longest)
     silence_ns = int(settings.silence_s * NS)
     heard = list(each(ranks))
     live = [(number, rank) for number, rank in heard if rank.exit == RUNS]
     phase, limit_ns = _phase(live, max(0, world_size - len(heard)), limits)
     since_ns = max(moved_ns, heard_from_ns)
+    factor, carried = _carried(live, phase, longest, traffic, now_ns, settings)
+    limit_ns = int(limit_ns * factor)
     if now_ns - since_ns > limit_ns:
         what = (
             f"no progress for {(now_ns - since_ns) / NS:.1f} s in phase {phase} (limit {limit_ns / NS:g} s), last step {step}"
@@ -54,7 +107,7 @@ def judged(
         if never:
             what += "; no rank's hook was ever heard"
         number, node, who = _suspects(ranks, live, world_size, now_ns, silence_ns)
-        return Stall("startup_silent" if never else "no_progress", number, node, quote(f"{what}{who}"))
+        return Stall("startup_silent" if never else "no_progress", number, node, quote(f"{what}{carried}{who}"))
     behind: list[tuple[int, Rank]] = []
     quiet: list[int] = []
     earliest_ns = since_ns
@@ -69,12 +122,29 @@ def judged(
             behind.append((number, rank))
         else:
             quiet.append(number)
-    scan_ns = min(earliest_ns + min(limits.values()), now_ns + int(SCAN_S * NS))
+    scan_ns = min(earliest_ns + int(min(limits.values()) * settings.hang.idle_factor), now_ns + int(SCAN_S * NS))
     if behind:
         one = behind[0] if len(behind) == 1 else None
         text = f"{_named(behind)} made no progress within the limit of their phase while the job went on to step {step}"
         return Stall("rank_behind", one[0] if one else -1, one[1].node if one else "", quote(text), tuple(quiet), scan_ns)
     return Stall(quiet=tuple(quiet), scan_ns=scan_ns)
+
+
+def _carried(
+    live: Sequence[tuple[int, Rank]], phase: str, longest: Sequence[Longest], traffic: Traffic, now_ns: int, settings: Detectors
+) -> tuple[float, str]:
+    """What the links' traffic makes of the limit, and words for it. A job whose nodes carry nothing is believed to hang sooner, in a step of
+    a script that declares its other phases: one that does not may be evaluating. One that carries something may be slow."""
+    rules = settings.hang
+    if traffic.carried_ns and now_ns - traffic.carried_ns <= int(TRAFFIC_S * NS):
+        text = f"; but the links of {traffic.node[:60]} carry {traffic.bytes_per_s / 1e6:.0f} MB/s: it may be slow"
+        return rules.traffic_factor, text
+    nodes = {rank.node for _, rank in live}
+    if not traffic.idle or not nodes.issubset(traffic.idle):
+        return 1.0, ""
+    declares = any(seen.times for name, seen in zip(PHASES, longest, strict=False) if name in _WAITED_FOR)
+    text = f"; the links of all {len(nodes)} nodes are idle"
+    return (rules.idle_factor if phase == "step" and declares else 1.0), text
 
 
 def _phase(live: Sequence[tuple[int, Rank]], unheard: int, limits: Mapping[str, int]) -> tuple[str, int]:

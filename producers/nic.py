@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from events.clock import NS
 from events.envelope import NAME_MAX, TEXT_MAX
 from events.hardware import EvidenceGap
-from events.network import LINKS_MAX, Link, LinkChanged, LinkSample, LinkState, NicBaseline, NicSample
+from events.network import LINKS_MAX, Link, LinkChanged, LinkSample, LinkState, LinkTraffic, NicBaseline, NicSample
 from events.presence import AgentState
 from producers.netlink_messages import LinkNews
 from producers.nic_links import (
@@ -336,6 +336,14 @@ class NicProducer:
         if filled:
             self._gap("overrun", f"counters reached the most they can hold; more can't be seen: {', '.join(filled)}")
         self.desk.about_node(PRODUCER, NicSample(period_s=round(period_s, 3), since_boot_s=now_ns // NS, links=tuple(samples)))
+        self._say_traffic(period_s, samples)
+
+    def _say_traffic(self, period_s: float, samples: list[LinkSample]) -> None:
+        """To the job that runs here: what all links carried, once each of them is known to have counted for the whole period."""
+        rates = [rate for one in samples for rate in (one.sent_bytes_per_s, one.received_bytes_per_s)]
+        if self.desk.job and rates and period_s > 0 and min(rates) >= 0:
+            fact = LinkTraffic(period_s=round(period_s, 3), bytes_per_s=round(sum(rates), 1), links=len(samples))
+            self.desk.about_job(PRODUCER, self.desk.job, self.desk.attempt, fact)
 
     # Reading, saying, keeping
 

@@ -4,6 +4,8 @@
     {"v":1,"type":"progress","phase":…,"progress":…,"step":…,"restored_step":…,"dropped":…,
      "samples":[[step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu], …]}
 
+A sample may have three more: skipped (0 or 1), busy_s, changed.
+
 The other side is a user's process: whatever it sends, this raises nothing but BadLine, and its output is bounded.
 """
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from events.envelope import NAME_MAX
-from events.training import Phase, StepSample, TrainingProgress
+from events.training import Change, Phase, StepSample, TrainingProgress
 
 VERSION = 1
 LINE_BYTES_MAX = 256 * 1024
@@ -24,6 +26,7 @@ SAMPLES_MAX = 256
 _INTEGER_MAX = 2**63 - 1
 _RANKS_MAX = 10_000_000
 _PHASES = frozenset(get_args(Phase))
+_CHANGES = frozenset(get_args(Change))
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -120,9 +123,18 @@ def _progress(value: dict[str, Any]) -> Progress:
 
 
 def _sample(row: Any) -> StepSample:
-    if not isinstance(row, list) or len(row) != 7:
-        raise BadLine("a sample that is no list of seven")
-    step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu = row
+    if not isinstance(row, list) or len(row) not in (7, 10):
+        raise BadLine("a sample that is no list of seven or ten")
+    step, ended_ns, step_time_s, loss, grad_norm, tokens, mfu = row[:7]
+    more: dict[str, Any] = {}
+    if len(row) == 10:
+        skipped, busy_s, changed = row[7:]
+        if not isinstance(changed, str) or changed not in _CHANGES:
+            raise BadLine("a sample's change that there is not")
+        busy_s = _number(busy_s, "a sample's own time")
+        if busy_s is not None and not 0 <= busy_s < math.inf:
+            raise BadLine("a sample's own time that is no duration")
+        more = {"skipped": bool(_whole(skipped, "a sample's skip", 0, 1)), "busy_s": busy_s, "changed": changed}
     seconds = _number(step_time_s, "a sample's step time")
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         raise BadLine("a sample's step time that is no duration")
@@ -134,6 +146,7 @@ def _sample(row: Any) -> StepSample:
         grad_norm=_number(grad_norm, "a gradient norm"),
         tokens=None if tokens is None else _whole(tokens, "a count of tokens", 0),
         mfu=_number(mfu, "an MFU"),
+        **more,
     )
 
 

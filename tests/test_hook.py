@@ -300,6 +300,34 @@ keepstep.step(4, loss=1.0, flops=peak)
     assert agent.samples[-1][6] > 0
 
 
+def test_skipped_steps_own_work_and_changes_are_told_only_where_there_are_any(agent: Agent) -> None:
+    script = """
+import keepstep, time
+keepstep.step(0, loss=1.0)
+keepstep.changed("data")
+keepstep.changed("nobody knows")
+time.sleep(0.05)
+keepstep.computed()
+time.sleep(0.05)
+keepstep.step(1, loss=1.0)
+keepstep.step(2, loss=float("inf"), skipped=True)
+keepstep.changed("context")
+keepstep.step(3, loss=1.0, busy_s=0.25, skipped=0)
+keepstep.step(5, loss=1.0, busy_s=-1.0)
+with keepstep.phase("evaluation"):
+    time.sleep(0.05)
+keepstep.computed()
+keepstep.step(6)
+"""
+    code, _, err = run(script, rank_environment(agent.path), agent)
+    assert (code, err) == (0, "")
+    more = {sample[0]: sample[7:] for sample in agent.samples}
+    assert more[0] == [] and more[2] == [1, None, ""] and more[3] == [0, 0.25, "context"] and more[5] == []
+    skipped, busy_s, changed = more[1]
+    assert (skipped, changed) == (0, "other") and 0.05 <= busy_s < agent.samples[1][2] - 0.04
+    assert more[6][1] < 0.04  # what another phase took is no own work of the step
+
+
 class Scripted:
     """A copy from a device that is over when the test says so."""
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
+from events.network import LinkTraffic
+from events.training import StepSample, TrainingProgress
 from processors.detector import Outgoing
 from processors.job_health import JobDetector
 from processors.policy import Detectors, PhaseLimits
@@ -368,3 +370,154 @@ def test_a_restored_attempt_says_where_from() -> None:
             story.progress(second, rank, second, second - 6, losses=(1.0,), attempt=2, restored=7)
     note = of(ProgressNoted, story)[-1]
     assert note.first and (note.step, note.restored_step) == (9, 7)
+
+
+# --- limits that are learned, and traffic --------------------------------------------------------------------------------------
+
+DEFAULTS = Detectors()
+
+
+def job(story: Story, steps: int, took_s: float, *, at_s: float = 0, first: int = 0, world: int = 2) -> float:
+    """Steps of all ranks, with a tick a second; returns when the last was over."""
+    for step in range(first, first + steps):
+        at_s = waits(story, at_s, took_s, dict.fromkeys(range(world), (2 * step + 1, step - 1, "step")))
+        for rank in range(world):
+            story.progress(at_s, rank, 2 * step + 2, step, losses=(1.0,), took_s=took_s, world=world)
+    return at_s
+
+
+def waits(story: Story, at_s: float, for_s: float, said: dict[int, tuple[int, int, str]]) -> float:
+    """Time passes: ticks, and a hook's word a second of what each rank does."""
+    world = max(said) + 1
+    for second in range(int(for_s)):
+        for rank, (progress, step, phase) in said.items():
+            story.progress(at_s + second, rank, progress, step, phase=phase, world=world)
+        story.tick(at_s + second + 0.5)
+    return at_s + for_s
+
+
+def default_job() -> Story:
+    story = Story("job")
+    story.adopt(0, DEFAULTS)
+    for second in range(-12, 0):
+        story.tick(second + 0.5)
+    for rank in range(2):
+        story.started(0, rank)
+    return story
+
+
+def test_long_phases_do_not_alarm_under_default_limits() -> None:
+    """A first step of ten minutes, an evaluation five times as long as a step, a checkpoint of a minute, which the other rank waits for."""
+    story = default_job()
+    at_s = waits(story, 0, 615, {0: (0, -1, "startup"), 1: (0, -1, "startup")})
+    at_s = job(story, 20, 60, at_s=at_s)
+    at_s = waits(story, at_s, 300, {0: (50, 19, "evaluation"), 1: (50, 19, "evaluation")})
+    at_s = job(story, 5, 60, at_s=at_s, first=26)
+    at_s = waits(story, at_s, 60, {0: (90, 30, "checkpoint"), 1: (91, 30, "step")})
+    job(story, 5, 60, at_s=at_s, first=50)
+    assert of(Signal, story) == []
+
+
+def test_a_worker_stuck_in_an_evaluation_is_a_hang_by_the_limit_that_was_learned() -> None:
+    """Four evaluations of half a minute, then one that never ends: claimed after ten minutes, not the half hour that is stated."""
+    story = default_job()
+    at_s = 0.0
+    for number in range(4):
+        at_s = job(story, 20, 2, at_s=at_s, first=25 * number)
+        progress = 2 * (25 * number + 20) + 1
+        at_s = waits(story, at_s, 30, dict.fromkeys((0, 1), (progress, 25 * number + 19, "evaluation")))
+    at_s = job(story, 3, 2, at_s=at_s, first=100)
+    waits(story, at_s, 700, {0: (300, 102, "evaluation"), 1: (299, 102, "evaluation")})
+    (hang,) = of(Signal, story)
+    assert "in phase evaluation (limit 600 s)" in hang.evidence
+    assert 600 <= (hang.seen_ns - ns(at_s)) / 1e9 <= 608
+
+
+def test_the_stated_limit_holds_for_a_phase_that_was_not_seen_often() -> None:
+    story = default_job()
+    at_s = job(story, 20, 2)
+    waits(story, at_s, 1790, {0: (300, 19, "evaluation"), 1: (299, 19, "evaluation")})
+    assert of(Signal, story) == []
+    waits(story, at_s + 1790, 40, {0: (300, 19, "evaluation"), 1: (299, 19, "evaluation")})
+    (hang,) = of(Signal, story)
+    assert "(limit 1800 s)" in hang.evidence
+
+
+def test_a_learned_limit_grows_with_what_was_seen_and_none_with_a_stall() -> None:
+    story = default_job()
+    at_s = job(story, 20, 2)
+    for _ in range(3):
+        at_s = waits(story, at_s, 200, dict.fromkeys((0, 1), (int(at_s) + 100, 19, "evaluation")))
+        at_s = waits(story, at_s, 2, dict.fromkeys((0, 1), (int(at_s) + 100, 19, "step")))
+    at_s = waits(story, at_s, 990, dict.fromkeys((0, 1), (int(at_s) + 100, 19, "evaluation")))
+    assert of(Signal, story) == []
+    waits(story, at_s, 30, dict.fromkeys((0, 1), (int(at_s) - 890, 19, "evaluation")))
+    (hang,) = of(Signal, story)
+    assert "in phase evaluation (limit 1000 s)" in hang.evidence
+
+
+def links(story: Story, at_s: float, until_s: float, carried: dict[int, float], step: int = 9) -> None:
+    """Hooks that still speak, and a sample of every node's links each half minute: bytes a second."""
+    for second in range(int(at_s), int(until_s)):
+        for rank in carried:
+            story.progress(second, rank, 1000, step)
+        if second % 30 == 0:
+            for rank, rate in carried.items():
+                fact = LinkTraffic(period_s=30, bytes_per_s=rate, links=8)
+                story.say(second, f"n{rank}", fact, job="gpt", attempt=1, on_job=True, producer="nic")
+        story.tick(second + 0.5)
+
+
+def trained(declares: bool) -> tuple[Story, float]:
+    story = default_job()
+    at_s = job(story, 10, 2)
+    if declares:
+        at_s = waits(story, at_s, 5, {0: (21, 9, "checkpoint"), 1: (21, 9, "step")})
+    for rank in range(2):
+        story.progress(at_s, rank, 1000, 9, losses=(1.0,))
+    return story, at_s
+
+
+def after_s(story: Story, at_s: float) -> float:
+    (hang,) = of(Signal, story)
+    return (hang.seen_ns - ns(at_s)) / 1e9
+
+
+def test_a_job_whose_links_are_idle_hangs_sooner() -> None:
+    story, at_s = trained(declares=True)
+    links(story, at_s, at_s + 700, {0: 20_000.0, 1: 0.0})
+    assert 300 <= after_s(story, at_s) <= 308
+    assert "the links of all 2 nodes are idle" in of(Signal, story)[0].evidence
+
+
+def test_not_sooner_where_the_script_declares_no_phases() -> None:
+    story, at_s = trained(declares=False)
+    links(story, at_s, at_s + 700, {0: 0.0, 1: 0.0})
+    assert 600 <= after_s(story, at_s) <= 608
+
+
+def test_a_job_that_still_carries_something_is_given_more_time() -> None:
+    story, at_s = trained(declares=True)
+    links(story, at_s, at_s + 1300, {0: 0.0, 1: 3e9})
+    assert 1200 <= after_s(story, at_s) <= 1208
+    assert "but the links of n1 carry 3000 MB/s: it may be slow" in of(Signal, story)[0].evidence
+
+
+def test_a_node_that_tells_of_no_links_leaves_the_limit_as_it_is() -> None:
+    story, at_s = trained(declares=True)
+    for second in range(int(at_s), int(at_s) + 700):
+        story.progress(second, 0, 1000, 9)
+        if second % 30 == 0:
+            story.say(second, "n0", LinkTraffic(period_s=30, bytes_per_s=0, links=8), job="gpt", attempt=1, on_job=True)
+        story.tick(second + 0.5)
+    assert 600 <= after_s(story, at_s) <= 608
+
+
+def test_skipped_updates_do_not_unconfirm_health() -> None:
+    story = begun()
+    for step in range(4):
+        for rank in range(2):
+            sample = StepSample(step=step, ended_ns=0, step_time_s=1, loss=float("inf"), skipped=True)
+            fact = TrainingProgress(rank=rank, world_size=2, phase="step", progress=step + 2, step=step, samples=(sample,))
+            story.say(step + 1, f"n{rank}", fact, job="gpt", attempt=1, on_job=True)
+    assert len(of(ProgressNoted, story)) == 1

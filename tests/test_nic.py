@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from events.envelope import AnyEvent
 from events.hardware import EvidenceGap
-from events.network import LinkChanged, NicBaseline, NicSample
+from events.network import LinkChanged, LinkTraffic, NicBaseline, NicSample
 from events.presence import AgentState
 from events.registry import parse as parse_event
 from infra.agent_settings import BadSettings, arguments
@@ -339,10 +339,12 @@ class Told(list[AnyEvent]):
 
 
 @asynccontextmanager
-async def running(tree: Path, state: Path, **more: Any) -> AsyncIterator[Told]:
+async def running(tree: Path, state: Path, *, job: str = "", **more: Any) -> AsyncIterator[Told]:
     told = Told()
     settings = NicSettings(**{"poll_s": 0.02, "sample_s": 0.2, "root": tree, "netlink": False, **more})
-    producer = NicProducer(desk(lambda seen: told.append(parse_event(seen.data))), state, settings)
+    at = desk(lambda seen: told.append(parse_event(seen.data)))
+    at.job, at.attempt = job, 3 if job else 0
+    producer = NicProducer(at, state, settings)
     task = asyncio.create_task(producer.run())
     try:
         await _until(lambda: told.of(NicSample) or task.done())
@@ -414,6 +416,22 @@ async def test_an_adapter_that_disappears_is_gone_and_back_with_its_counters_at_
         since = len(told.of(NicSample))
         await _until(lambda: len(told.of(NicSample)) > since + 1)
         assert all(count >= 0 for sample in told.of(NicSample) for link in sample.links for _, count in link.counted)
+
+
+async def test_what_all_links_carried_is_told_to_the_job_that_runs_here(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "sys")
+    async with running(tree.root, tmp_path, job="gpt") as told:
+        await _until(lambda: told.of(LinkTraffic))
+        assert told.of(LinkTraffic)[0].links == 2 and told.of(LinkTraffic)[0].bytes_per_s == 0
+        event = next(event for event in told if isinstance(event.data, LinkTraffic))
+        assert (event.job, event.attempt) == ("gpt", 3)
+        tree.count("mlx5_0", port_xmit_data=10_000, port_rcv_data=5000)
+        await _until(lambda: any(fact.bytes_per_s for fact in told.of(LinkTraffic)))
+        fact = next(fact for fact in told.of(LinkTraffic) if fact.bytes_per_s)
+        assert fact.bytes_per_s * fact.period_s == pytest.approx(60_000, rel=0.05)
+    async with running(tree.root, tmp_path) as told:
+        await _until(lambda: len(told.of(NicSample)) > 2)
+        assert told.of(LinkTraffic) == []
 
 
 async def test_samples_count_and_measure(tmp_path: Path) -> None:

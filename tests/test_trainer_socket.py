@@ -55,6 +55,24 @@ def test_a_line_becomes_facts() -> None:
     assert fact.samples[0].grad_norm == math.inf and fact.samples[0].tokens is None
 
 
+def test_a_sample_may_tell_of_a_skip_own_work_and_a_change() -> None:
+    rows = [[7, 1, 0.1, "NaN", None, None, None, 1, 0.05, "rate"], [8, 1, 0.1, 1.0, None, None, None]]
+    said = parse_hook(json.dumps(progress(8, rows)).encode())
+    assert isinstance(said, Progress)
+    told, plain = said.facts(1, 4)[0].samples
+    assert (told.skipped, told.busy_s, told.changed) == (True, 0.05, "rate")
+    assert (plain.skipped, plain.busy_s, plain.changed) == (False, None, "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[1], [2, None, ""], [True, None, ""], [0, -1.0, ""], [0, "NaN", ""], [0, "soon", ""], [0, None, "weather"], [0, None, []]],
+)
+def test_a_sample_whose_more_is_nonsense_is_refused(more: list[Any]) -> None:
+    with pytest.raises(BadLine, match="sample"):
+        parse_hook(json.dumps(progress(7, [[7, 1, 0.1, 1.0, None, None, None, *more]])).encode())
+
+
 def test_many_samples_are_several_facts_and_dropped_is_told_once() -> None:
     rows = [[i, i, 0.1, None, None, None, None] for i in range(600)]
     said = parse_hook(json.dumps(progress(599, rows, dropped=5)).encode())

@@ -147,6 +147,7 @@ def main() -> None:
             group["lr"] = rate(step, options.learning_rate, options.warm_up)
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(model, *batch(text, options.batch, options.seed, step, rank))
+        keepstep.computed()  # what follows waits for the other ranks
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
