@@ -214,6 +214,27 @@ class SharedCauses(_Section):
     settle_s: Seconds = 1.0
 
 
+class Attribution(_Section):
+    """User code or infrastructure, of symptoms that both cause: what counts as evidence, and by how much it moves the odds."""
+
+    #: What stands beside a symptom was seen so long before or after it.
+    before_s: Seconds = 600.0
+    after_s: Seconds = 300.0
+    #: Nodes that show it within this time show it at once; so many of them, of one attempt, point at the job.
+    together_s: Seconds = 60.0
+    nodes_min: Annotated[int, Field(ge=2, le=100_000)] = 3
+    #: So many jobs that met it on one node point at the node.
+    jobs_min: Annotated[int, Field(ge=2, le=1000)] = 2
+    #: Repeats in other attempts count within this time.
+    repeat_window_s: Seconds = 86_400.0
+    #: What strong and weak evidence multiplies or divides the odds by.
+    strong_factor: Annotated[float, Field(gt=1, le=1000)] = 10.0
+    weak_factor: Annotated[float, Field(gt=1, le=1000)] = 3.0
+    #: It is judged infrastructure from this probability on, user code up to that; between them nobody knows.
+    infra_min: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
+    user_max: Annotated[float, Field(gt=0, lt=0.5)] = 0.2
+
+
 class Decider(_Section):
     """What the decider judges by."""
 
@@ -298,6 +319,7 @@ class Policy(_Section):
     decider: Decider = Decider()
     budget: Budgets = Budgets()
     shared_causes: SharedCauses = SharedCauses()
+    attribution: Attribution = Attribution()
 
     def mode_of(self, rule: str) -> Mode:
         return self.rules.get(rule, self.mode)
