@@ -10,6 +10,28 @@ from pydantic import Field
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
 
 
+class GroupState(Fact):
+    """How far a rank is in one process group of the job, by PyTorch's flight recorder. `group`: the group's name, the same on all its
+    members; `description`: what the job calls such groups (`TENSOR_MODEL_PARALLEL_GROUP`); `ranks`: its members (events.rank_set), empty if
+    the dump does not say. `entered`: number of the last collective that the rank enqueued, -1: not known."""
+
+    group: str = Field(max_length=NAME_MAX)
+    description: str = Field(default="", max_length=NAME_MAX)
+    ranks: str = Field(default="", max_length=TEXT_MAX)
+    entered: int = -1
+
+
+class PendingOperation(Fact):
+    """An operation that a rank enqueued and that has not completed on its device. `peer`: the other rank of a send or receive, -1 of a
+    collective (`seq` then counts the group's collectives). `started`: its kernel runs, where the recorder times kernels."""
+
+    group: str = Field(max_length=NAME_MAX)
+    op: str = Field(max_length=64)
+    seq: int
+    peer: int = -1
+    started: bool = False
+
+
 class ProcessStack(Fact):
     """One training process of a node: a rank, or a child of one (data loader, checkpoint writer; `parent_pid` leads to the rank's
     process). `state` as the kernel tells it (R, S, D, T, Z), '-' if it is gone. `threads`: one stack a thread, outermost frame first,
@@ -24,6 +46,11 @@ class ProcessStack(Fact):
     #: Of PyTorch's flight recorder, the collective that the rank waits in, and its number in its group; -1: no recording.
     collective: str = Field(default="", max_length=NAME_MAX)
     collective_seq: int = -1
+    #: The recording itself: the groups that the rank is in, and what it waits for, in the order it was enqueued (the first ones).
+    #: `recorded`: there was a recording; with nothing pending the rank waits for nobody.
+    recorded: bool = False
+    groups: tuple[GroupState, ...] = ()
+    pending: tuple[PendingOperation, ...] = ()
     error: str = Field(default="", max_length=1024)
 
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
 
 Mode = Literal["observe", "approve", "auto"]
+#: How ranks are numbered by their places in tensor, pipeline and data parallelism, the fastest first (processors.parallel_groups).
+RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]
 
 
 class Place(Fact):
@@ -34,6 +36,7 @@ class JobDeclared(Fact):
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     dp: int = Field(default=1, ge=1)
+    rank_order: RankOrder = "tp-pp-dp"
     command: tuple[str, ...] = Field(min_length=1)
     directory: str = ""
     environment: tuple[tuple[str, str], ...] = ()

@@ -24,6 +24,7 @@ from infra.cli import (
     reading,
     restart,
     setup,
+    stacks,
     status,
     topology,
 )
@@ -38,7 +39,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for module in (demo_command, operate, restart, operator, reading, status, setup, topology, classify, doctor_command, grouptest):
+for module in (
+    demo_command,
+    operate,
+    restart,
+    operator,
+    reading,
+    status,
+    setup,
+    topology,
+    classify,
+    doctor_command,
+    grouptest,
+    stacks,
+):
     module.register(app)
 
 

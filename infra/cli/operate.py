@@ -18,7 +18,7 @@ import typer
 from actuators.git import GitFailed
 from events.action import OutcomeRecorded
 from events.decision import DecisionMade
-from events.job import JobDeclared, Place
+from events.job import JobDeclared, Place, RankOrder
 from events.ports import LEDGER
 from events.subjects import token
 from infra.bus import BusClient
@@ -167,6 +167,7 @@ def register(app: typer.Typer) -> None:
         ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", min=1, max=64)] = 1,
         tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size")] = 1,
         pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size")] = 1,
+        rank_order: Annotated[RankOrder, typer.Option("--rank-order", help="What of a rank's place counts fastest; tp-dp-pp is Megatron-LM's")] = "tp-pp-dp",
         standbys: Annotated[int, typer.Option("--standbys", min=0, help="Spare nodes")] = 0,
         node: Annotated[list[str] | None, typer.Option("--node", help="Which agents, in rank order: NAME or NAME@RACK/SWITCH#SERIAL [default: those that are heard]")] = None,
         spare: Annotated[list[str] | None, typer.Option("--spare", help="Which agents are standbys, in the same form")] = None,
@@ -181,7 +182,20 @@ def register(app: typer.Typer) -> None:
     ) -> None:  # fmt: skip
         """Run your own training script under the pipeline. If none is up on this home, one is started here, until the job ends."""
         declared = JobSpec(
-            command, nodes, ranks_per_node, tp, pp, standbys, node, spare, job, checkpoints, revision, backend, topology
+            command,
+            nodes,
+            ranks_per_node,
+            tp,
+            pp,
+            standbys,
+            node,
+            spare,
+            job,
+            checkpoints,
+            revision,
+            backend,
+            topology,
+            rank_order,
         )
         where = address(home, url, key)
         if where.runs:
@@ -199,8 +213,9 @@ class JobSpec:
     def __init__(
         self, command: list[str], nodes: int, ranks_per_node: int, tp: int, pp: int, standbys: int,
         node: list[str] | None, spare: list[str] | None, job: str, checkpoints: Path | None, revision: str, backend: str,
-        topology: Path | None = None,
+        topology: Path | None = None, rank_order: RankOrder = "tp-pp-dp",
     ) -> None:  # fmt: skip
+        self.rank_order: RankOrder = rank_order
         self.topology = topology_of(topology) if topology else None
         self.places = [place(text) for text in node or ()]
         self.spares = [place(text) for text in spare or ()]
@@ -254,7 +269,7 @@ class JobSpec:
         ledger = JetStreamLog(nc, LEDGER)
         start = await ledger.last_sequence()
         fact = JobDeclared(
-            job=self.job, nodes=tuple(places), standbys=tuple(spares), ranks_per_node=self.ranks_per_node, tp=self.tp, pp=self.pp,
+            job=self.job, nodes=tuple(places), standbys=tuple(spares), ranks_per_node=self.ranks_per_node, tp=self.tp, pp=self.pp, rank_order=self.rank_order,
             dp=self.nodes * self.ranks_per_node // (self.tp * self.pp), command=tuple(self._absolute()), directory=str(Path.cwd()),
             environment=job_environment(), checkpoints=str(self.checkpoints), code_revision=code.revision, backend=self.backend, author=author(),
         )  # fmt: skip

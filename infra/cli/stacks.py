@@ -1,0 +1,141 @@
+"""keepstep stacks: who is out of line, from stacks in files; and the stacks of a job's processes on this host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from actuators.flight_recorder import BadDump
+from events.finding import StackRound
+from events.job import RankOrder
+from events.rank_set import compact, expand
+from infra.cli.common import FINE, FOUND, JsonOption, Refused, clean, put, say, show_json
+from infra.stack_files import Found, layout, layout_of, read
+from processors.parallel_groups import BadLayout, Layout, smallest_cover, smallest_named
+from processors.stacks import aggregate, groups_of
+
+_UNREAD_SHOWN = 20
+
+stacks = typer.Typer(
+    help="Who is out of line among a job's ranks, by the stacks of their processes and their flight recordings.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(stacks, name="stacks")
+
+
+@stacks.command("aggregate")
+def aggregate_(
+    where: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with a file a rank, rank_N.json: a py-spy dump or a flight recorder's (JSON, pickle, gzip); or one file with all ranks' under `dumps`")],
+    topology: Annotated[Path | None, typer.Option("--topology", help="YAML or JSON with tp, pp, dp, ranks_per_node and rank_order, instead of the options")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel size")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel size [default: what the ranks leave]")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Ranks on a machine [default: tp]")] = None,
+    rank_order: Annotated[RankOrder | None, typer.Option("--rank-order", help="What of a rank's place counts fastest; tp-dp-pp is Megatron-LM's [default: tp-pp-dp]")] = None,
+    world_size: Annotated[int | None, typer.Option("--world-size", min=1, help="Ranks of the job [default: tp*pp*dp, or the highest rank there is]")] = None,
+    json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Group equal stacks, name the ranks that are out of line, and the smallest parallel group that covers them. Exits with 1 if there are any."""
+    try:
+        found = read(where)
+        told: dict[str, Any] = layout_of(topology) if topology is not None else {}
+        given = {"tp": tp, "pp": pp, "dp": dp, "ranks_per_node": ranks_per_node, "rank_order": rank_order}
+        told |= {name: value for name, value in given.items() if value is not None}
+        _show(found, told, world_size, json)
+    except BadDump as error:
+        raise Refused(str(error)) from None
+    except BadLayout as error:
+        raise Refused(f"{error}; see --tp, --pp, --dp, --ranks-per-node and --world-size") from None
+    except FileNotFoundError as error:
+        raise Refused(f"there is no {error.filename}") from None
+
+
+def _show(found: Found, told: dict[str, Any], world_size: int | None, json: bool) -> None:
+    world, placed = _world(found, told, world_size)
+    started = time.perf_counter()
+    result = aggregate(found.processes, world)
+    took_ms = (time.perf_counter() - started) * 1e3
+    group = _group(found, result, placed)
+    if json:
+        show_json(
+            {
+                **result.model_dump(mode="json"), **group, "aggregate_ms": round(took_ms, 3),
+                "unread": [{"file": unread.file, "rank": unread.rank, "why": unread.why} for unread in found.unread],
+            }
+        )  # fmt: skip
+    else:
+        _print(found, result, group, world)
+    raise typer.Exit(FOUND if result.outliers else FINE)
+
+
+def _world(found: Found, told: dict[str, Any], world_size: int | None) -> tuple[int, Layout | None]:
+    """Raises Refused, BadLayout."""
+    highest = max(found.highest, *(process.rank for process in found.processes), -1)
+    if highest < 0:
+        raise Refused("there is no file of a rank; each is called rank_N.json")
+    known = set(told) & {"tp", "pp", "dp", "ranks_per_node", "nodes"}
+    placed = layout(told, world_size or highest + 1) if known else None
+    world = world_size or (placed.world if placed else highest + 1)
+    if placed is not None and placed.world != world:
+        raise BadLayout(f"tp {placed.tp} times pp {placed.pp} times dp {placed.dp} make {placed.world} ranks, not {world}")
+    if highest >= world:
+        raise Refused(f"there is a file of rank {highest}, and the job has the ranks 0 to {world - 1}")
+    return world, placed
+
+
+def _group(found: Found, result: StackRound, placed: Layout | None) -> dict[str, Any]:
+    """By the layout, or without one by the groups that the recordings name; with neither, nothing covers anything."""
+    nothing: dict[str, Any] = {"group": None, "group_ranks": [], "group_machines": [], "group_size": 0, "whole_job": False}
+    if not result.outliers:
+        return nothing
+    if placed is not None:
+        cover = smallest_cover(placed, result.outliers)
+        assert cover is not None
+        return {
+            "group": cover.name, "group_ranks": list(cover.ranks), "group_machines": list(cover.machines),
+            "group_size": cover.size, "whole_job": cover.whole_job,
+        }  # fmt: skip
+    named = {
+        f"{group.description or 'group'} {group.group}": expand(group.ranks)
+        for process in found.processes
+        for group in process.groups
+        if group.ranks
+    }
+    holding = smallest_named(named, result.outliers, result.ranks)
+    if holding is None:
+        return nothing
+    return nothing | {"group": holding[0], "group_ranks": list(holding[1])}
+
+
+def _print(found: Found, result: StackRound, group: dict[str, Any], world: int) -> None:
+    put(f"{world} ranks, {result.groups_seen} different stacks, {result.dominant} ranks in the dominant ones")
+    if result.outliers:
+        put(f"outliers: ranks {compact(result.outliers)}" + (f" (silent: {compact(result.silent)})" if result.silent else ""))
+    else:
+        put("no outliers")
+    for line in result.stuck_at:
+        put(f"  {clean(line)}")
+    if not result.outliers:
+        for where, count in groups_of(found.processes, world)[:_UNREAD_SHOWN]:
+            put(f"  {count} ranks: {clean(where)}")
+    if group["group"]:
+        size = (
+            f"{group['group_size']} machines: {compact(group['group_machines'])}" if group["group_size"] else "machines unknown"
+        )
+        whole = "; that is the whole job, which is never evicted" if group["whole_job"] else ""
+        put(f"smallest group that covers them: {clean(group['group'])}, ranks {compact(group['group_ranks'])} ({size}){whole}")
+    elif result.outliers:
+        put("no parallel group is known that covers them: give --tp, --pp, --ranks-per-node")
+    for unread in found.unread[:_UNREAD_SHOWN]:
+        say(
+            f"{unread.file}: {unread.why}" + (f"; rank {unread.rank} counts as one without a stack" if unread.rank >= 0 else "")
+        )
+    if len(found.unread) > _UNREAD_SHOWN:
+        say(f"and {len(found.unread) - _UNREAD_SHOWN} more files gave nothing (--json has all)")

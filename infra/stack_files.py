@@ -1,0 +1,198 @@
+"""Stacks and flight recordings that lie in files, one a rank, as what processors.stacks aggregates; and the layout of their job."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actuators import flight_recorder, py_spy
+from actuators.flight_recorder import DUMP_BYTES_MAX, BadDump
+from actuators.py_spy import BadStacks
+from events.finding import ProcessStack
+from events.rank_set import RANKS_MAX
+from processors.parallel_groups import BadLayout, Layout
+
+_RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,7})\D*\Z")
+#: What the sizes of a job are called, by different hands.
+_SIZES = {
+    "tp": ("tp", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pp": ("pp", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "dp": ("dp", "data_parallel", "data_parallel_size"),
+    "ranks_per_node": ("ranks_per_node", "gpus_per_node", "nproc_per_node", "ranks_per_machine", "gpus_per_machine"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A file that gave nothing: its rank (-1: its name does not say) counts as one without a stack."""
+
+    file: str
+    rank: int
+    why: str
+
+
+@dataclass(slots=True)
+class Found:
+    """`highest`: the highest rank that a file's name tells of, read or not."""
+
+    processes: list[ProcessStack] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)
+    highest: int = -1
+
+
+def read(path: Path) -> Found:
+    """A folder with a file a rank (`rank_N.json` and the like: py-spy's JSON or text, a flight recorder's JSON or pickle; two files of one
+    rank are joined), or one file that holds the recordings of all ranks under `dumps`. Any may be gzipped. Raises OSError, BadDump."""
+    if not path.is_dir():
+        return _of_one_file(path)
+    found = Found()
+    by_rank: dict[int, list[ProcessStack]] = {}
+    for file in sorted(path.iterdir()):
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        rank = _rank_of(file.name)
+        if rank < 0 and file.suffix not in ("", ".json", ".gz", ".txt", ".pkl", ".pickle"):
+            continue
+        found.highest = max(found.highest, rank)
+        if rank < 0:
+            if not file.stem.startswith(("topology", "layout", "README", "job")):
+                found.unread.append(Unread(file.name, -1, "its name does not say whose rank it is; call it rank_N.json"))
+            continue
+        try:
+            by_rank.setdefault(rank, []).extend(_of_rank(_bytes(file), rank))
+        except (BadDump, BadStacks) as error:
+            found.unread.append(Unread(file.name, rank, str(error)))
+        except OSError as error:
+            found.unread.append(Unread(file.name, rank, f"it can't be read ({error.strerror or error})"))
+    for own in by_rank.values():
+        found.processes.extend(_joined(own))
+    return found
+
+
+def layout_of(path: Path) -> dict[str, Any]:
+    """tp, pp, dp, ranks_per_node, rank_order of a YAML or JSON file, as far as it has them, under their common names; `nodes`, a
+    list, counts machines. Raises OSError, BadLayout."""
+    try:
+        told = yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadLayout(f"{path} is neither YAML nor JSON ({str(error).splitlines()[0]})") from None
+    if isinstance(told, dict) and isinstance(told.get("job"), dict):
+        told = told["job"]
+    if not isinstance(told, dict):
+        raise BadLayout(f"{path} is no table with tp, pp, dp and ranks_per_node")
+    nested = [
+        told,
+        *(value for key, value in told.items() if key in ("parallelism", "layout", "topology") and isinstance(value, dict)),
+    ]
+    sizes: dict[str, Any] = {}
+    for table in nested:
+        for name, aliases in _SIZES.items():
+            for alias in aliases:
+                value = table.get(alias, table.get(alias.upper()))
+                if isinstance(value, int) and value > 0:
+                    sizes.setdefault(name, value)
+        if isinstance(order := table.get("rank_order", table.get("order")), str):
+            sizes.setdefault("rank_order", order)
+        if isinstance(nodes := table.get("nodes", table.get("machines")), list) and nodes:
+            sizes.setdefault("nodes", len(nodes))
+    if not sizes:
+        raise BadLayout(f"{path} says none of tp, pp, dp, ranks_per_node, rank_order")
+    return sizes
+
+
+def layout(told: dict[str, Any], world: int) -> Layout:
+    """What is missing follows from the rest: dp from the ranks there are, the ranks of a machine from `nodes`, else TP fills one (the
+    field's rule, TP inside a machine). Raises BadLayout."""
+    tp, pp = told.get("tp", 1), told.get("pp", 1)
+    dp = told.get("dp")
+    if dp is None:
+        if world % (tp * pp):
+            raise BadLayout(f"{world} ranks are not divided by tp {tp} times pp {pp}")
+        dp = max(1, world // (tp * pp))
+    ranks = tp * pp * dp
+    per_node = told.get("ranks_per_node")
+    if per_node is None:
+        nodes = told.get("nodes")
+        per_node = ranks // nodes if nodes and ranks % nodes == 0 else tp
+    return Layout(tp, pp, dp, per_node, told.get("rank_order", "tp-pp-dp"))
+
+
+def _rank_of(name: str) -> int:
+    match = _RANK.search(name) or _LAST_NUMBER.search(name.split(".", 1)[0])
+    rank = int(match[1]) if match else -1
+    return rank if rank < RANKS_MAX else -1
+
+
+def _bytes(file: Path) -> bytes:
+    """Raises BadDump if it is larger than a dump can be, packed or not."""
+    with file.open("rb") as opened:
+        packed = opened.read(2) == b"\x1f\x8b"
+        opened.seek(0)
+        try:
+            with gzip.GzipFile(fileobj=opened) if packed else opened as plain:
+                raw: bytes = plain.read(DUMP_BYTES_MAX + 1)
+        except (EOFError, gzip.BadGzipFile, gzip.zlib.error):  # type: ignore[attr-defined]
+            raise BadDump("it is a damaged gzip file") from None
+    if len(raw) > DUMP_BYTES_MAX:
+        raise BadDump(f"it is larger than {DUMP_BYTES_MAX >> 20} MiB")
+    return raw
+
+
+def _of_rank(raw: bytes, rank: int) -> list[ProcessStack]:
+    if not raw.strip():
+        raise BadStacks("it is empty")
+    head = raw.lstrip()[:1]
+    if head == b"[" or raw.lstrip().startswith((b"Process ", b"Thread ")):
+        found = py_spy.processes(raw, rank)
+        if not any(process.threads for process in found):
+            raise BadStacks("it holds no stack")
+        return found
+    value = flight_recorder.loads(raw)
+    if isinstance(value, dict) and not flight_recorder.is_dump(value) and isinstance(value.get("threads"), list):
+        return py_spy.from_threads(value["threads"], rank)
+    return [ProcessStack(rank=rank, pid=0, **flight_recorder.recording(value).fields())]
+
+
+def _joined(own: list[ProcessStack]) -> Iterator[ProcessStack]:
+    """Of a rank with a recording and stacks, the recording goes to its main process."""
+    recorded = next((process for process in own if process.recorded and not process.threads), None)
+    stacks = [process for process in own if process is not recorded]
+    if recorded is None or not stacks:
+        yield from own
+        return
+    pids = {process.pid for process in stacks}
+    main = min(stacks, key=lambda process: (process.parent_pid in pids and process.parent_pid != process.pid, process.pid))
+    told = {name: getattr(recorded, name) for name in ("recorded", "groups", "pending", "collective", "collective_seq")}
+    for process in stacks:
+        yield process.model_copy(update=told) if process is main else process
+
+
+def _of_one_file(path: Path) -> Found:
+    try:
+        whole = json.loads(_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise BadDump(f"{path} is not JSON ({str(error)[:100]}); give a folder with a file a rank") from None
+    dumps = whole.get("dumps") if isinstance(whole, dict) else None
+    pairs: Any = dumps.items() if isinstance(dumps, dict) else enumerate(dumps) if isinstance(dumps, list) else None
+    if pairs is None:
+        raise BadDump(f"{path} has no `dumps` by rank; give a folder with a file a rank")
+    found = Found()
+    for key, value in pairs:
+        rank = _rank_of(str(key))
+        found.highest = max(found.highest, rank)
+        try:
+            if isinstance(value, list):
+                found.processes.extend(py_spy.from_threads(value, rank))
+            else:
+                found.processes.append(ProcessStack(rank=rank, pid=0, **flight_recorder.recording(value).fields()))
+        except (BadDump, BadStacks) as error:
+            found.unread.append(Unread(f"{path.name} at {key}", rank, str(error)))
+    return found

@@ -1,0 +1,298 @@
+"""Who holds up whom, by what each rank's flight recorder has pending: the ranks that others wait for and that wait for nobody. Pure.
+
+Each rank waits at its front, the first operation that it enqueued and that has not completed. It is held up there by the members that
+have not entered the operation, and by those that have it queued behind a front of their own. Followed to the end, that leads to
+
+- a rank with nothing pending, or none that it waits for: its program never came to the collective (stopped, in a lock, in its data);
+- a rank at an operation that a peer has completed: its device, or the thread that watches it, is stuck;
+- a rank that gave no recording: it is dead, or its node is;
+- ranks that are all at one operation which none completes: one of their devices, or the network between them;
+- a circle: ranks that called different things. The few among them differ from the many.
+
+A send that nobody wants is the weakest of these reasons, since a rank goes on without waiting for it: where following it leads nowhere
+but in circles, the rank's next operation is its front. Other circles are opened by leaving out first what may be on another stream.
+
+Every comparison is of ranks of one group at one number, so no layout has to be known; where a recording was cut down to what is pending,
+`entered` tells a collective that a rank has finished from one that it never reached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from events.finding import PendingOperation, ProcessStack
+from events.rank_set import expand
+
+#: Why a rank holds up others, strongest first.
+ABSENT, UNSENT, QUEUED, UNWANTED = 4, 3, 2, 1
+#: Of these every member has put in its share before any can be done, so one that is done proves that all entered.
+_SYMMETRIC = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier")
+
+
+#: An operation: group and number of a collective; group, number 0 and both ranks (sender first) of a transfer.
+class Operation(NamedTuple):
+    group: str
+    seq: int
+    ends: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """`culprits` hold up others and are held up by none; `because`: a sentence to each kind of reason, with its ranks. `fronts`: where
+    each rank waits, in words that are the same for the same place of any group (`` for a rank that waits nowhere)."""
+
+    culprits: frozenset[int]
+    because: tuple[tuple[str, frozenset[int]], ...]
+    fronts: Mapping[int, str]
+
+
+@dataclass(slots=True)
+class _Rank:
+    pending: tuple[PendingOperation, ...]
+    entered: dict[str, int]
+    #: Where each of its operations is in its queue, and those it is at: the first, and with it all of one batch of transfers.
+    at: dict[Operation, int]
+    fronts: tuple[Operation, ...]
+
+
+def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
+    """`recorded`: the process of each rank that has a recording; `ranks`: all of the job's, so that those without are known."""
+    members, kinds = _members(recorded)
+    everyone = frozenset(ranks)
+    pending = {rank: process.pending for rank, process in recorded.items()}
+    while True:
+        found = {rank: _read(rank, process, pending[rank]) for rank, process in recorded.items()}
+        waiting = _waiting(found, members, everyone)
+        unwanted = {rank for rank in waiting.circling() if waiting.only(rank, UNWANTED)}
+        if not unwanted:
+            break
+        for rank in unwanted:
+            pending[rank] = pending[rank][1:]
+    culprits = waiting.ends()
+    culprits -= _started(culprits - waiting.at_fault, waiting.crowds, found)
+    return Stuck(
+        frozenset(culprits), _because(culprits, waiting), {rank: _words(process, kinds) for rank, process in recorded.items()}
+    )
+
+
+def _read(rank: int, process: ProcessStack, pending: tuple[PendingOperation, ...]) -> _Rank:
+    entered = {group.group: group.entered for group in process.groups if group.entered >= 0}
+    at: dict[Operation, int] = {}
+    fronts: list[Operation] = []
+    for index, op in enumerate(pending):
+        operation = _operation(rank, op)
+        at.setdefault(operation, index)
+        if op.peer < 0:
+            entered[op.group] = max(entered.get(op.group, -1), op.seq)
+        if index == 0 or (index == len(fronts) and op.peer >= 0 and (op.group, op.seq) == (pending[0].group, pending[0].seq)):
+            fronts.append(operation)
+    return _Rank(pending, entered, at, tuple(fronts))
+
+
+def _waiting(found: dict[int, _Rank], members: Mapping[str, tuple[int, ...]], everyone: frozenset[int]) -> _Waiting:
+    mixed = {op.group for state in found.values() for op in state.pending if op.peer >= 0}
+    crowds: dict[Operation, list[int]] = defaultdict(list)
+    for rank, state in found.items():
+        for operation in state.fronts:
+            crowds[operation].append(rank)
+    held_up: dict[Operation, dict[int, int]] = {}
+    behind, disagreeing = set[int](), set[int]()
+    for operation, crowd in crowds.items():
+        reasons, done = _standing(operation, members, found, everyone, mixed)
+        few = _few_names(crowd, found) if operation.ends is None else set[int]()
+        if done and (not reasons or _symmetric(found[crowd[0]].pending[0].op)):
+            behind.update(crowd)
+        else:
+            held_up[operation] = reasons | dict.fromkeys(few, ABSENT)
+            disagreeing |= few
+    for rank in behind | disagreeing:
+        found[rank].fronts = ()
+    return _Waiting(found, held_up, crowds, frozenset(behind), frozenset(disagreeing))
+
+
+def _operation(rank: int, op: PendingOperation) -> Operation:
+    if op.peer < 0:
+        return Operation(op.group, op.seq, None)
+    return Operation(op.group, 0, (rank, op.peer) if "send" in op.op else (op.peer, rank))
+
+
+def _symmetric(op: str) -> bool:
+    return op.lstrip("_").startswith(_SYMMETRIC)
+
+
+def _members(recorded: Mapping[int, ProcessStack]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Of each group, as anyone tells it; of one that nobody tells, those that speak of it. And what it is called."""
+    told: dict[str, tuple[int, ...]] = {}
+    kinds: dict[str, str] = {}
+    seen: dict[str, set[int]] = defaultdict(set)
+    for rank, process in recorded.items():
+        for group in process.groups:
+            kinds.setdefault(group.group, group.description)
+            if group.group not in told and group.ranks:
+                try:
+                    told[group.group] = expand(group.ranks)
+                except ValueError:
+                    continue
+            seen[group.group].add(rank)
+        for op in process.pending:
+            seen[op.group].add(rank)
+    return {name: told.get(name) or tuple(sorted(ranks)) for name, ranks in seen.items()}, kinds
+
+
+def _standing(
+    operation: Operation,
+    members: Mapping[str, tuple[int, ...]],
+    found: Mapping[int, _Rank],
+    everyone: frozenset[int],
+    mixed: set[str],
+) -> tuple[dict[int, int], set[int]]:
+    """Who holds an operation up and how certainly, and who is done with it; the others are at it."""
+    reasons, done = dict[int, int](), set[int]()
+    for member in operation.ends or members.get(operation.group, ()):
+        state = found.get(member)
+        if state is None:
+            if member in everyone:
+                reasons[member] = ABSENT
+        elif operation in state.at:
+            if operation not in state.fronts:
+                reasons[member] = QUEUED
+        elif operation.ends is not None:
+            reasons[member] = UNSENT if member == operation.ends[0] else UNWANTED
+        elif state.entered.get(operation.group, -1) >= operation.seq and (
+            operation.group not in mixed or _passed(state, operation)
+        ):
+            done.add(member)
+        else:
+            reasons[member] = ABSENT
+    return reasons, done
+
+
+def _passed(state: _Rank, operation: Operation) -> bool:
+    """In a group that has transfers too its last number may be a transfer's: only a later collective that is pending is proof."""
+    return any(op.group == operation.group and op.peer < 0 and op.seq > operation.seq for op in state.pending)
+
+
+def _few_names(crowd: list[int], found: Mapping[int, _Rank]) -> set[int]:
+    """Ranks that call another collective than most of their group at the same number."""
+    called = Counter(found[rank].pending[0].op for rank in crowd)
+    if len(called) == 1:
+        return set()
+    (most, count), (_, second) = called.most_common(2)
+    return {rank for rank in crowd if count == second or found[rank].pending[0].op != most}
+
+
+def _started(culprits: set[int], crowds: Mapping[Operation, list[int]], found: Mapping[int, _Rank]) -> set[int]:
+    """Where a whole crowd is at fault for its operation and the recorder times kernels: those whose kernel runs wait for the others,
+    whose devices have not come to it."""
+    cleared: set[int] = set()
+    for waiting in crowds.values():
+        run = {rank for rank in waiting if found[rank].pending[0].started}
+        if run and run < set(waiting) <= culprits:
+            cleared |= run
+    return cleared
+
+
+class _Waiting(NamedTuple):
+    """Ranks wait at operations, operations for ranks: kept apart, since thousands of ranks may be at one. `behind` have not completed
+    what a peer has, `disagreeing` called something else than the others of their group: they wait for nobody."""
+
+    found: Mapping[int, _Rank]
+    held_up: Mapping[Operation, Mapping[int, int]]
+    crowds: Mapping[Operation, list[int]]
+    behind: frozenset[int]
+    disagreeing: frozenset[int]
+
+    @property
+    def at_fault(self) -> frozenset[int]:
+        return self.behind | self.disagreeing
+
+    def reasons(self, rank: int) -> Iterator[int]:
+        for operation in self.found[rank].fronts if rank in self.found else ():
+            yield from self.held_up.get(operation, {}).values()
+
+    def free(self, rank: int, weakest: int = 0) -> bool:
+        """Whether it waits for nobody, by reasons at least so strong."""
+        return all(reason < weakest for reason in self.reasons(rank))
+
+    def only(self, rank: int, reason: int) -> bool:
+        return set(self.reasons(rank)) == {reason}
+
+    def awaited(self, by: set[int] | None = None, weakest: int = 0) -> set[int]:
+        return {
+            other
+            for operation, reasons in self.held_up.items()
+            if by is None or any(rank in by and operation in self.found[rank].fronts for rank in self.crowds[operation])
+            for other, reason in reasons.items()
+            if reason >= weakest
+        }
+
+    def there(self) -> set[int]:
+        return self.awaited() | {rank for rank, state in self.found.items() if state.pending}
+
+    def first_ends(self) -> set[int]:
+        return {rank for rank in self.there() if self.free(rank)} | self.at_fault
+
+    def circling(self, ends: set[int] | None = None) -> set[int]:
+        """Those from whom no chain of waiting leads to any of `ends`."""
+        return self.there() - self._leading_to(self.first_ends() if ends is None else ends)
+
+    def ends(self) -> set[int]:
+        """The ranks that every chain of waiting ends at; circles are opened by leaving out the weaker reasons."""
+        ends = self.first_ends()
+        for weakest in (UNSENT, ABSENT):
+            circling = self.circling(ends)
+            ends |= {rank for rank in self.awaited(circling, weakest) & circling if self.free(rank, weakest)}
+        circling = self.circling(ends)
+        return ends | _few_places(circling & self.awaited(circling), self.found)
+
+    def _leading_to(self, ends: set[int]) -> set[int]:
+        back: dict[int, list[Operation]] = defaultdict(list)
+        for operation, reasons in self.held_up.items():
+            for other in reasons:
+                back[other].append(operation)
+        reached, left, through = set(ends), list(ends), set[Operation]()
+        while left:
+            for operation in back[left.pop()]:
+                if operation not in through:
+                    through.add(operation)
+                    new = [rank for rank in self.crowds[operation] if rank not in reached]
+                    reached.update(new)
+                    left.extend(new)
+        return reached
+
+
+def _few_places(circling: set[int], found: Mapping[int, _Rank]) -> set[int]:
+    """Of ranks that wait for each other in a circle, those that are at another operation than most of them; all, if no most are."""
+    at = Counter(found[rank].fronts[0] for rank in circling)
+    if len(at) > 1:
+        (most, count), (_, second) = at.most_common(2)
+        if count > second:
+            return {rank for rank in circling if found[rank].fronts[0] != most}
+    return circling
+
+
+def _words(process: ProcessStack, kinds: Mapping[str, str]) -> str:
+    if not process.pending:
+        return ""
+    first = process.pending[0]
+    return f"{first.op} of {kinds.get(first.group) or first.group}"
+
+
+def _because(culprits: set[int], waiting: _Waiting) -> tuple[tuple[str, frozenset[int]], ...]:
+    reasons: dict[str, set[int]] = defaultdict(set)
+    for rank in culprits:
+        state = waiting.found.get(rank)
+        if state is None:
+            reasons["left no recording, and others wait for it"].add(rank)
+        elif rank in waiting.disagreeing:
+            reasons[f"called {state.pending[0].op} where the others of its group called something else"].add(rank)
+        elif rank in waiting.behind:
+            reasons[f"has not completed {state.pending[0].op}, which a peer has"].add(rank)
+        elif not state.pending:
+            reasons["never entered the operation that others wait in"].add(rank)
+        else:
+            reasons[f"is in {state.pending[0].op}, and is not held up by a rank outside it"].add(rank)
+    return tuple((why, frozenset(ranks)) for why, ranks in sorted(reasons.items()))

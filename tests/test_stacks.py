@@ -1,0 +1,242 @@
+"""Who is out of line, by stacks and flight recordings: hangs with known culprits, and what must not change the answer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actuators import flight_recorder, py_spy
+from actuators.flight_recorder import BadDump, recording
+from actuators.py_spy import BadStacks
+from events.finding import ProcessStack
+from events.rank_set import compact, expand
+from processors import frames
+from processors.collectives import stuck
+from processors.parallel_groups import Layout, smallest_cover
+from processors.stacks import Cut, aggregate
+from tests.hang_cases import MAIN, NORM, Case, cases, figure_7, processes
+from tests.hang_simulation import dumps, job_of, program
+
+RECORDED = Path(__file__).parents[2] / "shared" / "cases" / "flight-recorder"
+EVERY = cases()
+
+
+@pytest.mark.parametrize("case", [case for case in EVERY if case.exact], ids=lambda case: case.name)
+def test_a_known_culprit_is_named_and_nobody_else(case: Case) -> None:
+    found = aggregate(case.processes, case.layout.world)
+    assert set(found.outliers) == case.expected, found.stuck_at
+    assert set(found.silent) <= set(found.outliers)
+
+
+@pytest.mark.parametrize("case", [case for case in EVERY if not case.exact], ids=lambda case: case.name)
+def test_where_evidence_does_not_tell_the_culprit_from_its_group_both_are_named(case: Case) -> None:
+    """A device that hangs in a collective which everyone entered looks like its peers' devices, unless kernels are timed."""
+    found = aggregate(case.processes, case.layout.world)
+    assert case.expected <= set(found.outliers)
+    assert len(found.outliers) <= max(
+        len(case.layout.group(kind, rank).ranks) for kind in ("tp", "pp", "dp") for rank in case.expected
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["lock_gil_1st", "gpu_error_1st"])
+def test_the_recorded_cases_name_their_faulty_ranks(name: str) -> None:
+    file = RECORDED / f"{name}.json.gz"
+    if not file.exists():
+        pytest.skip("the recorded cases are not here")
+    told = json.loads(gzip.decompress(file.read_bytes()))
+    found = [ProcessStack(rank=int(rank), pid=0, **recording(dump).fields()) for rank, dump in told["dumps"].items()]
+    assert list(aggregate(found, len(found)).outliers) == told["faulty_ranks"]
+
+
+def test_the_papers_example_in_full() -> None:
+    found = aggregate(processes(32, figure_7), 32)
+    assert (found.groups_seen, found.dominant, found.ranks, found.silent) == (4, 24, 32, ())
+    group = smallest_cover(Layout(2, 4, 4, 2), found.outliers)
+    assert group is not None and (group.kind, group.machines) == ("pp", (12, 13, 14, 15))
+    assert found.stuck_at[0].startswith("ranks 28-29: isend < backward_step (schedules.py:390) < ")
+
+
+def test_384_ranks_collapse_to_four_places() -> None:
+    bloom = next(case for case in EVERY if case.name.startswith("BLOOM"))
+    assert aggregate(bloom.processes, 384).groups_seen == 4
+
+
+@given(st.sampled_from(EVERY), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_the_order_of_processes_changes_nothing(case: Case, dice: random.Random) -> None:
+    mixed = list(case.processes)
+    dice.shuffle(mixed)
+    assert aggregate(mixed, case.layout.world) == aggregate(case.processes, case.layout.world)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["stopped", "killed"]), st.sampled_from([1, 3, 8]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_rank_that_stops_anywhere_in_any_layout_is_found_by_its_peers_recordings(
+    seed: int, fault: Any, ahead: int, whole: bool
+) -> None:
+    dice = random.Random(seed)
+    tp, pp, dp = dice.choice([(2, 2, 2), (4, 2, 1), (1, 1, 6), (1, 3, 3), (2, 1, 4), (1, 5, 1), (3, 2, 2)])
+    layout = Layout(tp, pp, dp, 1, dice.choice(["tp-pp-dp", "tp-dp-pp"]))  # type: ignore[arg-type]
+    rank = dice.randrange(layout.world)
+    at = dice.randrange(1, len(program(job_of(layout), rank, 3, 3)))
+    found = {of: ProcessStack(rank=of, pid=0, **recording(told).fields()) for of, told in dumps(layout, {rank: (fault, at)}, whole=whole, ahead=ahead)}  # fmt: skip
+    assert stuck(found, range(layout.world)).culprits == {rank}
+
+
+def test_a_stack_and_a_recording_of_one_job_agree_and_the_recording_leads() -> None:
+    layout = Layout(2, 2, 2)
+    recorded = {of: recording(told).fields() for of, told in dumps(layout, {5: ("stopped", 9)})}
+    both = [ProcessStack(rank=rank, pid=rank + 1, state="S", threads=(NORM,), **recorded[rank]) for rank in range(8)]
+    found = aggregate(both, 8)
+    assert found.outliers == (5,)
+    assert found.stuck_at == ("rank 5: never entered the operation that others wait in",)
+
+
+def test_most_ranks_silent_says_nothing_and_says_so() -> None:
+    found = aggregate(processes(8, lambda rank: NORM if rank == 0 else ""), 8)
+    assert found.outliers == found.silent == ()
+    assert found.stuck_at[0] == "7 of 8 ranks have no stack: too many to call the rest healthy"
+
+
+def test_ranks_that_are_not_the_jobs_are_ignored_and_missing_ones_are_silent() -> None:
+    found = aggregate(
+        [*processes(4, lambda rank: NORM if rank != 2 else None), ProcessStack(rank=-1, pid=5), ProcessStack(rank=9, pid=6)], 4
+    )
+    assert found.outliers == found.silent == (2,)
+
+
+def test_two_pipelines_halves_are_as_often_as_each_other_and_no_outliers() -> None:
+    """Of a stack that half of the ranks have, the other half's is no outlier; with the ratio at 1 the smaller one is."""
+    where = lambda rank: f"{MAIN};a (m.py:1)" if rank < 5 else f"{MAIN};b (m.py:1)"  # noqa: E731
+    assert aggregate(processes(9, where), 9).outliers == ()
+    assert aggregate(processes(9, where), 9, Cut(dominant_ratio=0.9)).outliers == (5, 6, 7, 8)
+
+
+def test_9600_ranks_in_under_200_ms() -> None:
+    """The best of three: the machine may be busy."""
+    whole = [
+        ProcessStack.model_validate(p.model_dump())
+        for p in processes(9600, lambda rank: figure_7(rank if rank < 32 else rank % 24))
+    ]
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        found = aggregate(whole, 9600)
+        took.append(time.perf_counter() - start)
+    assert found.outliers == tuple(range(24, 32))
+    assert min(took) < 0.2
+
+
+# Frames
+
+
+def test_a_wait_is_a_wait_at_any_depth_and_by_any_name() -> None:
+    waits = {
+        f"{MAIN};all_reduce (torch/distributed/distributed_c10d.py:1);c10d::Work::wait (libtorch_cpu.so)": "peers",
+        f"{MAIN};backward (torch/autograd/__init__.py:3);gloo::transport::tcp::Buffer::waitRecv (libtorch_cpu.so)": "peers",
+        f"{MAIN};item (model.py:3);at::_ops::_local_scalar_dense::call (libtorch_cpu.so)": "device",
+        f"{MAIN};recv (multiprocessing/connection.py:250)": "",
+        f"{MAIN};wait (threading.py:327)": "",
+        f"{MAIN};c10d::Reducer::prepare_for_backward (libtorch_cpu.so)": "",
+    }
+    assert {thread: frames.place(thread).waits for thread in waits} == waits
+
+
+def test_of_a_backward_pass_the_thread_that_runs_its_hooks_counts() -> None:
+    main = f"{MAIN};_engine_run_backward (torch/autograd/graph.py:823)"
+    hook = "_post_backward_hook (fsdp/_runtime_utils.py:700);reduce_scatter_tensor (torch/distributed/distributed_c10d.py:4200)"
+    assert frames.of_threads((main, "_feed (multiprocessing/queues.py:231)", hook)).waits == "peers"
+    assert frames.of_threads((main,)).waits == ""
+
+
+# Files of others
+
+
+def test_a_recording_is_read_from_json_and_from_a_pickle_alike() -> None:
+    told = dict(dumps(Layout(2, 2, 2), {5: ("stopped", 9)}))[0]
+    assert recording(flight_recorder.loads(pickle.dumps(told))) == recording(flight_recorder.loads(json.dumps(told).encode()))
+    assert recording(told).pending
+
+
+def test_a_pickle_with_a_class_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "made",))
+
+    with pytest.raises(BadDump, match="holds no classes"):
+        flight_recorder.loads(pickle.dumps({"entries": [Bomb()]}))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"\x80\x04garbage", b"[" * 100_000, b"{}", b'{"entries": 5}', b'"text"', b"\xff\xfe\x00"]
+)
+def test_what_is_no_dump_is_one_sentence(raw: bytes) -> None:
+    with pytest.raises(BadDump, match=r"^it "):
+        recording(flight_recorder.loads(raw))
+    with pytest.raises(BadStacks, match=r"^it "):
+        py_spy.processes(raw, 0)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["entries", "pg_config", "pg_status", "process_group", "ranks", "state", "profiling_name", "record_id", "0", "frames", "name", "pid"]), inner, max_size=4), max_leaves=20))  # fmt: skip
+@settings(max_examples=200)
+def test_any_json_is_a_dump_or_refused(value: Any) -> None:
+    for read in (recording, lambda told: py_spy.from_threads(told, 0)):
+        try:
+            read(value)
+        except (BadDump, BadStacks) as error:
+            assert str(error).startswith("it ")
+
+
+@given(st.sets(st.integers(0, 3000)) | st.builds(range, st.integers(0, 50), st.integers(50, 900), st.integers(1, 40)).map(set))
+def test_sets_of_ranks_go_through_text(ranks: set[int]) -> None:
+    assert expand(compact(ranks)) == tuple(sorted(ranks))
+
+
+def test_even_steps_are_short() -> None:
+    assert compact(range(0, 9600, 8)) == "0-9592:8"
+    assert compact([0, 1, 2, 3, 8, 16, 24, 31]) == "0-3,8-24:8,31"
+    for bad in ("1-", "a", "0-5:0", "0-999999999"):
+        with pytest.raises(ValueError, match="no run of ranks"):
+            expand(bad)
+
+
+def test_a_process_dumped_as_text_is_the_one_dumped_as_json() -> None:
+    text = b"""Process 41: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 41 (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    main (job.py:15)
+    <module> (job.py:17)
+Thread 43 (idle): "QueueFeederThread"
+    _feed (multiprocessing/queues.py:231)
+"""
+    told = [
+        {"pid": 41, "thread_name": "QueueFeederThread", "os_thread_id": 43, "frames": [{"name": "_feed", "short_filename": "multiprocessing/queues.py", "line": 231}]},
+        {"pid": 41, "thread_name": "MainThread", "os_thread_id": 41, "frames": [
+            {"name": "all_reduce", "short_filename": "torch/distributed/distributed_c10d.py", "line": 3252},
+            {"name": "main", "short_filename": "job.py", "line": 15}, {"name": "<module>", "short_filename": "job.py", "line": 17},
+        ]},
+    ]  # fmt: skip
+    (by_text,), (by_json,) = py_spy.processes(text, 3), py_spy.processes(json.dumps(told).encode(), 3)
+    assert by_text.threads == by_json.threads
+    assert by_text.threads[0] == "<module> (job.py:17);main (job.py:15);all_reduce (torch/distributed/distributed_c10d.py:3252)"
+    assert (by_text.rank, by_text.pid, by_text.command) == (3, 41, "python train.py")
+
+
+def test_a_long_stack_keeps_both_ends() -> None:
+    told = [{"pid": 1, "thread_name": "MainThread", "frames": [{"name": f"f{i}", "short_filename": "deep.py", "line": i} for i in range(500, 0, -1)]}]  # fmt: skip
+    (made,) = py_spy.processes(json.dumps(told).encode(), 0)
+    stack = made.threads[0].split(";")
+    assert len(stack) == py_spy.FRAMES_MAX + 1
+    assert stack[0] == "f1 (deep.py:1)" and stack[-1] == "f500 (deep.py:500)"

@@ -1,0 +1,147 @@
+"""`keepstep stacks aggregate`: files of ranks, whole and damaged, and what is printed of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infra.cli.app import app
+from infra.cli.common import Refused
+from processors.parallel_groups import Layout
+from tests.hang_cases import NORM, figure_7
+from tests.hang_simulation import dumps
+
+RECORDED = Path(__file__).parents[2] / "shared" / "cases" / "flight-recorder"
+
+
+def py_spy_json(stack: str, pid: int = 100) -> list[dict[str, Any]]:
+    """As `py-spy dump --json` prints a process with one thread."""
+    frames = []
+    for frame in reversed(stack.split(";")):
+        name, _, where = frame.rstrip(")").partition(" (")
+        file, _, line = where.rpartition(":")
+        frames.append(
+            {
+                "name": name,
+                "filename": f"/opt/{file}",
+                "module": None,
+                "short_filename": file,
+                "line": int(line),
+                "locals": None,
+            }
+        )
+    thread = {"pid": pid, "thread_id": 140_000_000_000 + pid, "thread_name": "MainThread", "os_thread_id": pid, "active": False}
+    return [{**thread, "owns_gil": False, "frames": frames, "process_info": None}]
+
+
+def written(folder: Path, stacks: dict[int, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for rank, stack in stacks.items():
+        (folder / f"rank_{rank}.json").write_text(json.dumps(py_spy_json(stack, 100 + rank)))
+    return folder
+
+
+def aggregated(*arguments: object, code: int = 1) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["stacks", "aggregate", *map(str, arguments), "--json"])
+    assert done.exit_code == code, (done.output, done.exception)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_the_papers_example_from_files(tmp_path: Path) -> None:
+    folder = written(tmp_path / "round", {rank: figure_7(rank) for rank in range(32)})
+    found = aggregated(folder, "--tp", 2, "--pp", 4, "--dp", 4, "--ranks-per-node", 2)
+    assert found["outliers"] == list(range(24, 32)) and found["groups_seen"] == 4
+    assert found["group"].startswith("pp ") and found["group_machines"] == [12, 13, 14, 15]
+    assert (found["group_size"], found["whole_job"], found["unread"]) == (4, False, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp: 2\npp: 4\ndp: 4\nranks_per_node: 2\n",
+        '{"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel": 4, "gpus_per_node": 2}',
+        '{"parallelism": {"tp": 2, "pp": 4}, "nodes": ["a","b","c","d","e","f","g","h","i","j","k","l","m","n","o","p"]}',
+    ],
+)
+def test_the_layout_may_come_from_a_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    folder = written(tmp_path / "round", {rank: figure_7(rank) for rank in range(32)})
+    assert aggregated(folder, "--topology", tmp_path / "job.yaml")["group_machines"] == [12, 13, 14, 15]
+
+
+def test_healthy_ranks_are_said_to_be(tmp_path: Path) -> None:
+    assert aggregated(written(tmp_path / "r", dict.fromkeys(range(4), NORM)), code=0)["outliers"] == []
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path / "r")])
+    assert done.exit_code == 0 and "no outliers" in done.output and "4 ranks: all_reduce < " in done.output
+
+
+def test_a_bad_file_is_one_sentence_and_a_rank_without_a_stack(tmp_path: Path) -> None:
+    folder = written(tmp_path / "r", dict.fromkeys(range(9), NORM))
+    (folder / "rank_4.json").write_text('[{"pid": 1, "frames"')
+    (folder / "rank_6.json").write_text("")
+    (folder / "notes.json").write_text("{}")
+    found = aggregated(folder, "--world-size", 10)
+    assert found["outliers"] == found["silent"] == [4, 6, 9]
+    assert [(u["file"], u["rank"]) for u in found["unread"]] == [("notes.json", -1), ("rank_4.json", 4), ("rank_6.json", 6)]
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(folder)])
+    assert "rank_6.json: it is empty; rank 6 counts as one without a stack" in done.output
+
+
+def test_recordings_of_any_form_are_read(tmp_path: Path) -> None:
+    forms = [
+        lambda told: json.dumps(told).encode(),
+        pickle.dumps,
+        lambda told: gzip.compress(json.dumps(told).encode()),
+    ]
+    for rank, told in dumps(Layout(2, 2, 2), {5: ("stopped", 9)}):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(forms[rank % 3](told))
+    assert aggregated(tmp_path)["outliers"] == [5]
+
+
+def test_a_stack_and_a_recording_of_a_rank_are_one_rank(tmp_path: Path) -> None:
+    for rank, told in dumps(Layout(2, 2, 2), {5: ("stopped", 9)}):
+        (tmp_path / f"nccl_trace_rank_{rank}.json").write_text(json.dumps(told))
+    written(tmp_path, dict.fromkeys(range(8), NORM))
+    found = aggregated(tmp_path)
+    assert found["outliers"] == [5] and found["groups_seen"] == 1 and "never entered" in found["stuck_at"][0]
+
+
+@pytest.mark.parametrize("name", ["lock_gil_1st", "gpu_error_1st"])
+def test_the_recorded_cases_are_read_as_they_are(name: str) -> None:
+    file = RECORDED / f"{name}.json.gz"
+    if not file.exists():
+        pytest.skip("the recorded cases are not here")
+    found = aggregated(file)
+    assert found["outliers"] == json.loads(gzip.decompress(file.read_bytes()))["faulty_ranks"]
+    assert set(found["outliers"]) <= set(found["group_ranks"]) and len(found["group_ranks"]) < 16
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tp", "3"], "4 ranks are not divided by tp 3"),
+        (["--tp", "2", "--dp", "4"], "make 8 ranks, not 4"),
+        (["--world-size", "2"], "there is a file of rank 3"),
+        (["--ranks-per-node", "3"], "do not fill machines of 3"),
+        (["--topology", "nowhere.yaml"], "there is no nowhere.yaml"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path: Path, options: list[str], said: str) -> None:
+    folder = written(tmp_path / "r", dict.fromkeys(range(4), NORM))
+    if "--dp" in options:
+        options += ["--world-size", "4"]
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(folder), *options])
+    assert isinstance(done.exception, Refused) and said in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
+    for path, said in ((tmp_path, "rank_N.json"), (tmp_path / "none", "there is no")):
+        done = CliRunner().invoke(app, ["stacks", "aggregate", str(path)])
+        assert isinstance(done.exception, Refused) and said in str(done.exception)
