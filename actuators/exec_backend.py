@@ -49,7 +49,7 @@ class Exec:
     async def verbs(self) -> frozenset[str]:
         """The verbs that the script carries out. A script that does not know `describe` has the default ones."""
         if self._verbs is None:
-            code, stdout, _ = await self._run("describe", {"verb": "describe"}, min(10.0, self.limit_s))
+            code, stdout, _ = await self.run("describe", {"verb": "describe"}, min(10.0, self.limit_s))
             self._verbs = described(stdout) if code == 0 else DEFAULT_VERBS
         return self._verbs
 
@@ -111,7 +111,7 @@ class Exec:
         told["standbys"] = list(work.standbys)
         told["ranks_per_node"] = declared.ranks_per_node
         told["places_declared"] = [place.model_dump(mode="json") for place in declared.nodes]
-        code, stdout, stderr = await self._run(intent.verb, told, self.limit_s)
+        code, stdout, stderr = await self.run(intent.verb, told, self.limit_s)
         said = shown(stdout, stderr)
         node = (intent.node,) if intent.node else ()
         if code == 0:
@@ -125,7 +125,7 @@ class Exec:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Done("failed", _joined(f"the script failed with {how}", said), node)
 
-    async def _run(self, verb: str, told: dict[str, Any], limit_s: float) -> tuple[int | None, bytes, bytes]:
+    async def run(self, verb: str, told: dict[str, Any], limit_s: float) -> tuple[int | None, bytes, bytes]:
         """Exit code (negative: a signal; None: out of time), and the ends of what it printed."""
         try:
             process = await asyncio.create_subprocess_exec(

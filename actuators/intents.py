@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from events.action import OutcomeRecorded, Result, TryStarted
+from events.action import OutcomeRecorded, PageRepeated, Result, TryStarted
 from events.decision import IncidentClosed, IntentIssued
 from events.envelope import AnyEvent
 from events.job import HoldPlaced, HoldReleased, JobDeclared, StandbyAdded
@@ -138,6 +138,8 @@ def fold(state: State, seen: Seen) -> State:
             return replace(state, pending=_with(state.pending, fact.key, replace(pending, begun=begun)))
         case OutcomeRecorded():
             return _outcome(state, seen, fact)
+        case PageRepeated():
+            return replace(state, last_own=_with(state.last_own, fact.job, seen.sequence))
         case IncidentClosed():
             view = state.job(fact.job)
             closed = replace(view, closed_epoch=max(view.closed_epoch, fact.epoch))

@@ -42,6 +42,18 @@ class OutcomeRecorded(Fact):
     replays: tuple[ReplayResult, ...] = ()
 
 
+class PageRepeated(Fact):
+    """A page that nobody acknowledged was sent again, for the `number`th time. `key`: its intent's."""
+
+    TYPE: ClassVar[str] = "keepstep.page_repeated.v1"
+    key: str
+    incident: str = ""
+    job: str = Field(max_length=NAME_MAX)
+    number: int = Field(ge=1)
+    result: Result
+    detail: str = Field(default="", max_length=TEXT_MAX)
+
+
 class NodeCommand(Fact):
     """To one node's agent, over `command.<node>.<verb>`: not stored, repeated until it is answered. `key` makes it idempotent; an
     agent refuses an attempt below the newest it has been told of for the job."""

@@ -19,6 +19,12 @@ Verb = Literal[
 ]  # fmt: skip
 
 Verdict = Literal["confirmed", "exonerated", "unproven"]
+#: Why a person is called; each has a runbook page (infra/deploy/runbooks). Empty: the decider did not say.
+HandOverReason = Literal[
+    "", "attempts_used_up", "budget_spent", "no_standby", "shared_cause", "start_failed", "recovery_late", "rollback_impossible",
+    "group_test_disagreed", "stacks_name_whole_job", "diagnosis_failed", "same_exception", "no_longer_possible", "planned_failed",
+    "slow_run", "left_stopped",
+]  # fmt: skip
 
 
 class Decided(Fact):
@@ -130,6 +136,8 @@ class DecisionMade(Decided):
     vetoed: Literal["", "budget", "no_standby", "hold", "kept"] = ""
     #: What it answers, by the ladder's own word (processors.ladder.Situation); empty for what a person asked for.
     situation: str = Field(default="", max_length=NAME_MAX)
+    #: Of a hand-over: why. Empty where the decider did not say (processors.runbooks reads `situation` and `because` then).
+    reason: HandOverReason = ""
     #: Of an eviction of a parallel group: which (`pp 3`), and how many machines it has.
     group: str = Field(default="", max_length=NAME_MAX)
     group_size: int = Field(default=0, ge=0)

@@ -138,3 +138,15 @@ class OverrideGiven(Fact):
     reason: str = Field(min_length=1, max_length=TEXT_MAX)
     author: str = Field(min_length=1, max_length=NAME_MAX)
     expires_ns: int = Field(default=0, ge=0)
+
+
+class PageAcknowledged(Fact):
+    """A person has a page: what was paged of it so far is not repeated. `decision`: that page alone; empty: all of the incident's, or
+    with no `incident` either, all of what was planned for the job."""
+
+    TYPE: ClassVar[str] = "keepstep.page_acknowledged.v1"
+    job: str = Field(min_length=1, max_length=NAME_MAX)
+    incident: str = Field(default="", max_length=64)
+    decision: str = Field(default="", max_length=64)
+    reason: str = Field(min_length=1, max_length=TEXT_MAX)
+    author: str = Field(min_length=1, max_length=NAME_MAX)

@@ -16,7 +16,7 @@ FACTS: tuple[type[Fact], ...] = (
     presence.Heartbeat, presence.AgentState, presence.Tick, presence.SettingsAdopted,
     training.TrainingProgress, training.RankStarted, training.RankExit,
     job.JobDeclared, job.PolicyAdopted, job.CatalogueAdopted, job.HoldPlaced, job.HoldReleased, job.RestartRequested,
-    job.StopRequested, job.StandbyAdded, job.ApprovalGiven, job.OverrideGiven,
+    job.StopRequested, job.StandbyAdded, job.ApprovalGiven, job.OverrideGiven, job.PageAcknowledged,
     incident.Signal, incident.SignalCleared, incident.ProgressNoted, incident.JobFinished, incident.EvidenceMissing,
     incident.DetectorStarted,
     host.HostSample, host.LastBoot, host.Configuration, host.ConfigurationDrift, rank_log.RankLog,
@@ -25,7 +25,7 @@ FACTS: tuple[type[Fact], ...] = (
     decision.DeciderStarted, decision.IncidentOpened, decision.EvidenceJudged, decision.SharedCause, decision.TimerSet,
     decision.TimerFired, decision.DecisionMade, decision.IntentIssued, decision.IncidentClosed, decision.AttemptEnded,
     decision.RevisionStable, decision.MachineJudged, decision.Diverged,
-    action.TryStarted, action.OutcomeRecorded, action.NodeCommand, action.CommandAnswered,
+    action.TryStarted, action.OutcomeRecorded, action.PageRepeated, action.NodeCommand, action.CommandAnswered,
 )  # fmt: skip
 
 BY_TYPE: Mapping[str, type[Fact]] = {fact.TYPE: fact for fact in FACTS}

@@ -28,13 +28,17 @@ from actuators.local import Local
 from actuators.port import Backend, Done, Work, carry_out
 from events import subjects
 from events.action import CommandAnswered, NodeCommand, OutcomeRecorded, TryStarted
+from events.decision import IntentIssued
 from events.envelope import TEXT_MAX, AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import JobFinished
 from events.ports import LEDGER, TELEMETRY_JOB, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter
 from events.registry import Malformed, canonical, make, parse
 from infra.clock import new_event_id, wall_ns
+from infra.notify_settings import BadNotify, NotifySettings, channels_of, load
+from infra.pager import Pager
 from infra.tasks import ended
+from processors.runbooks import runbook_of_page
 
 log = logging.getLogger("keepstep.actuators")
 
@@ -52,8 +56,9 @@ Answers = AsyncIterator[tuple[str, CommandAnswered]]
 #: Whose word each kind is: the server lets a role write under its own name only, so the subject's role is what is believed.
 ROLE_OF = {
     "job_declared": "operator", "standby_added": "operator", "hold_placed": "operator", "hold_released": "operator",
-    "intent_issued": "decider", "incident_closed": "decider", "job_finished": "detector",
-    "try_started": "actuator", "outcome_recorded": "actuator",
+    "approval_given": "operator", "page_acknowledged": "operator", "restart_requested": "operator", "stop_requested": "operator",
+    "decision_made": "decider", "intent_issued": "decider", "incident_closed": "decider", "job_finished": "detector",
+    "try_started": "actuator", "outcome_recorded": "actuator", "page_repeated": "actuator",
 }  # fmt: skip
 
 
@@ -81,10 +86,12 @@ class Actuators:
         *,
         pause_s: float = PAUSE_S,
         repeat_s: float = 0.5,
+        pager: Pager | None = None,
     ) -> None:
         self.ledger, self.answers, self.lease, self.backends = ledger, answers, lease, backends
         self.channel = CommandChannel(send, repeat_s)
         self.state = State()
+        self.pager = pager or Pager()
         self.caught_up = asyncio.Event()
         self._pause_s = pause_s
         self._busy: dict[str, asyncio.Task[None]] = {}
@@ -98,12 +105,17 @@ class Actuators:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._hear())
                 tasks.create_task(self._read(tasks))
+                tasks.create_task(self._keep_paging())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
     async def _hear(self) -> None:
         async for node, answer in self.answers:
             self.channel.answered(node, answer)
+
+    async def _keep_paging(self) -> None:
+        await self.caught_up.wait()
+        await self.pager.run(self._work_of, self._by_backend, self._append)
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:
         end = await self.ledger.last_sequence()
@@ -115,7 +127,9 @@ class Actuators:
                 if event is None:
                     self.state = passed(self.state, record.sequence, record.time_ns)
                 else:
-                    self.state = fold(self.state, Seen(record.sequence, record.time_ns, event))
+                    seen = Seen(record.sequence, record.time_ns, event)
+                    self.state = fold(self.state, seen)
+                    self.pager.hear(seen)
                 if record.sequence < end:
                     continue
                 self.caught_up.set()
@@ -172,18 +186,28 @@ class Actuators:
         raise AssertionError
 
     async def _call(self, pending: Pending) -> Done:
-        view = self.state.job(pending.intent.job)
-        assert view.declared is not None
-        backend = self.backends.get(view.declared.backend)
-        if backend is None:
-            there = ", ".join(sorted(self.backends))
-            return Done("failed", f"the job names the backend {view.declared.backend!r}; these actuators have: {there}")
-        standbys = tuple(node for node in view.standbys if node not in view.evicted)
+        work = self._work_of(pending.intent)
+        assert work is not None
         try:
-            return await carry_out(backend, Work(pending.intent, view.declared, standbys), self.channel)
+            if work.intent.verb == "notify":
+                return await self.pager.page(work, self._by_backend)
+            return await self._by_backend(work)
         except Exception as error:  # a fault of ours is an outcome too: the decider must hear that it did not come to pass
             log.exception("%s of %s", pending.intent.verb, pending.intent.job)
             return Done("failed", f"{type(error).__name__}: {error}")
+
+    def _work_of(self, intent: IntentIssued) -> Work | None:
+        view = self.state.job(intent.job)
+        if view.declared is None:
+            return None
+        return Work(intent, view.declared, tuple(node for node in view.standbys if node not in view.evicted))
+
+    async def _by_backend(self, work: Work) -> Done:
+        backend = self.backends.get(work.declared.backend)
+        if backend is None:
+            there = ", ".join(sorted(self.backends))
+            return Done("failed", f"the job names the backend {work.declared.backend!r}; these actuators have: {there}")
+        return await carry_out(backend, work, self.channel)
 
     async def _finished(self, event: AnyEvent) -> None:
         view = self.state.job(event.job)
@@ -306,6 +330,12 @@ def backends_for(script: str, *, within_s: float, unreachable_s: float, limit_s:
     return {"local": local} | ({"exec": Exec(script, local, limit_s=limit_s)} if script else {})
 
 
+def pager_for(path: str) -> Pager:
+    """Raises BadNotify."""
+    settings = load(Path(path)) if path else NotifySettings()
+    return Pager(channels_of(settings), settings, runbook_of_page)
+
+
 async def serve(options: argparse.Namespace) -> None:
     """Connects, waits for the lease, acts. Raises what main turns into a sentence."""
     from infra.home import Address, Home
@@ -315,6 +345,7 @@ async def serve(options: argparse.Namespace) -> None:
     backends = backends_for(
         options.exec, within_s=options.within_s, unreachable_s=options.unreachable_s, limit_s=options.script_limit_s
     )
+    pager = pager_for(options.notify)
     nc = await Address(Home.default(options.home), options.bus, options.key).connect("actuator", wait_s=30.0)
     try:
         stop = asyncio.Event()
@@ -322,7 +353,7 @@ async def serve(options: argparse.Namespace) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         owner = f"{os.uname().nodename}/{os.getpid()}/{new_event_id()}"
-        waiting = asyncio.create_task(_term(nc, JetStreamLog, Lease(nc, "actuators", owner, on_lost=lost.set), backends))
+        waiting = asyncio.create_task(_term(nc, JetStreamLog, Lease(nc, "actuators", owner, on_lost=lost.set), backends, pager))
         ends = [asyncio.create_task(stop.wait()), asyncio.create_task(lost.wait())]
         await asyncio.wait({waiting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         result, *_ = await ended(waiting, *ends)
@@ -334,12 +365,15 @@ async def serve(options: argparse.Namespace) -> None:
         await nc.close()
 
 
-async def _term(nc: Any, log_of: Callable[[Any, str], EventLog], lease: Any, backends: Mapping[str, Backend]) -> None:
+async def _term(
+    nc: Any, log_of: Callable[[Any, str], EventLog], lease: Any, backends: Mapping[str, Backend], pager: Pager
+) -> None:
     log.info("waiting for the lease")
     async with lease:
-        log.info("acting, with the backends %s", ", ".join(sorted(backends)))
+        paging = ", ".join(channel.name for channel in pager.channels) or "none"
+        log.info("acting, with the backends %s; channels for pages: %s", ", ".join(sorted(backends)), paging)
         answers = answers_in(log_of(nc, TELEMETRY_JOB))
-        await run_actuators(log_of(nc, LEDGER), sender(nc.publish), answers, lease, backends)
+        await run_actuators(log_of(nc, LEDGER), sender(nc.publish), answers, lease, backends, pager=pager)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -348,6 +382,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--url", "--bus", dest="bus", default="", help="URL of a bus instead, nats://host:port")
     made.add_argument("--key", default="", help="seed file of the actuator's key on that bus; {user} stands for the role")
     made.add_argument("--exec", default="", help="the site's own script for evict, replace and notify (backend exec)")
+    made.add_argument("--notify", default="", help="file that says where pages go (webhooks, Alertmanager, scripts)")
     made.add_argument("--within-s", type=float, default=60.0, help="time for one action as a whole")
     made.add_argument("--unreachable-s", type=float, default=3.0, help="a silent agent holds others up this long at most")
     made.add_argument("--script-limit-s", type=float, default=60.0, help="time for one call of the script")
@@ -360,7 +395,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     try:
         asyncio.run(serve(options))
-    except BadScript as error:
+    except (BadScript, BadNotify) as error:
         print(error, file=sys.stderr)
         return 2
     except (Superseded, LogError, RuntimeError, OSError) as error:

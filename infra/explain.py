@@ -14,6 +14,7 @@ from events.clock import NS, text_of
 from events.envelope import AnyEvent
 from events.ports import LEDGER, Record
 from events.registry import Malformed, parse
+from processors.runbooks import runbook_of
 
 #: A story longer than this is cut in its middle, and says so.
 LINES_MAX = 2_000
@@ -196,6 +197,7 @@ def _chosen(entries: list[_Entry], incident: Known) -> list[_Entry]:
             or (e.role == "actuator" and getattr(data, "key", "") in keys)
             or (e.role == "timer" and e.kind == "timer_fired" and data.timer in timers)
             or (e.kind == "approval_given" and data.decision in decisions)
+            or (e.kind == "page_acknowledged" and (data.incident == incident.incident or data.decision in decisions))
         ):
             chosen.add(e.sequence)
         elif begin <= e.sequence <= end and e.event.job in ("", incident.job):
@@ -236,10 +238,12 @@ def _decision(data: Any) -> str:
     nodes = f" of {_names(data.nodes)}" if data.nodes else ""
     standbys = f", {_names(data.standbys)} in" if data.standbys else ""
     veto = f"; not acted on: {data.vetoed.replace('_', ' ')}" if data.vetoed else ""
+    page = runbook_of(data)
+    runbook = f"; see: keepstep runbook {page}" if page else ""
     mode = {"observe": " (observe: this is what it would have done)", "approve": " (waits for a yes)"}.get(data.mode, "")
     return (
         f"decision {data.decision if data.mode == 'approve' else _id(data.decision)}: {data.rung.replace('_', ' ')}{nodes}{standbys} by rule {data.rule}{mode}, because "
-        f"{_short(data.because, 600)} [policy {data.policy_digest or 'none'}]{veto}"
+        f"{_short(data.because, 600)} [policy {data.policy_digest or 'none'}]{veto}{runbook}"
     )
 
 
@@ -328,6 +332,10 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "incident_closed": _closed,
     "attempt_ended": lambda d: f"attempt {d.attempt} ended: {d.reason}",
     "approval_given": lambda d: f"{'yes' if d.granted else 'no'} to decision {_id(d.decision)}: {_short(d.reason)}",
+    "page_acknowledged": lambda d: f"page acknowledged: {_short(d.reason)}",
+    "page_repeated": lambda d: (
+        f"page of {_id(d.key)} repeated, {d.number}. time: {d.result}" + (f" ({_short(d.detail)})" if d.detail else "")
+    ),
     "hold_placed": _hold,
     "hold_released": lambda d: f"hold on {d.job or 'the fleet'} released: {_short(d.reason)}",
     "restart_requested": lambda d: (

@@ -53,6 +53,7 @@ class Pipeline:
     port: int = 0
     backend: str = "local"
     actuate: str = ""
+    notify: str = ""
     url: str = ""
     key: str = ""
     replicas: int = 1
@@ -86,7 +87,7 @@ class Pipeline:
             await adopt(admin, self.policy, self.author)
         finally:
             await admin.close()
-        await start_control(self.supervisor, self.address, self.actuate)
+        await start_control(self.supervisor, self.address, self.actuate, notify=self.notify)
         for node in self.nodes:
             await self.start_agent(node)
         self.supervisor.check()
@@ -118,7 +119,9 @@ class Pipeline:
             await self._bus_keeper.stop()
 
 
-async def start_control(supervisor: Supervisor, address: Address, actuate: str = "", worker: str = "") -> None:
+async def start_control(
+    supervisor: Supervisor, address: Address, actuate: str = "", worker: str = "", notify: str = ""
+) -> None:
     """The control plane's four processes on a bus: two detectors, the decider, the actuators."""
     where = ("--url", address.url, "--key", address.key) if address.url else ("--home", str(address.home.path))
     for name in CONTROL:
@@ -128,7 +131,12 @@ async def start_control(supervisor: Supervisor, address: Address, actuate: str =
         elif name == "decider":
             arguments = module("infra.decider_service", *where)
         else:
-            arguments = module("infra.actuator_service", *where, *(("--exec", actuate) if actuate else ()))
+            arguments = module(
+                "infra.actuator_service",
+                *where,
+                *(("--exec", actuate) if actuate else ()),
+                *(("--notify", notify) if notify else ()),
+            )
         await supervisor.start(name, arguments)
 
 

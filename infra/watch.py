@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from events.clock import NS
-from events.decision import DecisionMade, EvidenceJudged, IncidentClosed, IncidentOpened, SharedCause
+from events.decision import DecisionMade, EvidenceJudged, IncidentClosed, IncidentOpened, IntentIssued, SharedCause
 from events.envelope import AnyEvent
 from events.incident import ProgressNoted
+from events.job import ApprovalGiven
 from events.ports import Record
 from events.presence import Heartbeat
 from events.registry import Malformed, parse
@@ -61,6 +62,16 @@ class JobView:
 
 
 @dataclass(slots=True)
+class Asked:
+    """A decision that waited, or waits, for a person's yes; what was answered, if anything."""
+
+    made: DecisionMade
+    at_ns: int
+    answer: ApprovalGiven | None = None
+    answered_ns: int = 0
+
+
+@dataclass(slots=True)
 class Watch:
     fleet: Fleet = field(default_factory=Fleet)
     incidents: dict[str, IncidentStory] = field(default_factory=dict)
@@ -74,6 +85,10 @@ class Watch:
     progress: dict[str, ProgressNoted] = field(default_factory=dict)
     #: The last evidence that opened nothing.
     unheeded: deque[EvidenceJudged] = field(default_factory=lambda: deque(maxlen=100))
+    #: decision -> what was asked, in the order of asking.
+    asked: dict[str, Asked] = field(default_factory=dict)
+    #: What a person was paged with, in order.
+    pages: list[IntentIssued] = field(default_factory=list)
 
     def ledger(self, record: Record) -> AnyEvent | None:
         """Folds one LEDGER record; None if it is not readable."""
@@ -108,6 +123,14 @@ class Watch:
                 story.closed, story.closed_ns = data, record.time_ns
         if isinstance(data, ProgressNoted):
             self.progress[event.job] = data
+        elif isinstance(data, DecisionMade) and data.mode == "approve" and not data.vetoed and data.rung != "hand_over":
+            self.asked.setdefault(data.decision, Asked(data, record.time_ns))
+        elif isinstance(data, IntentIssued) and data.verb == "notify":
+            self.pages.append(data)
+        elif isinstance(data, ApprovalGiven) and ".operator." in record.subject:
+            asked = self.asked.get(data.decision)
+            if asked is not None and asked.answer is None:
+                asked.answer, asked.answered_ns = data, record.time_ns
         return event
 
     def telemetry(self, record: Record) -> None:
@@ -142,6 +165,12 @@ class Watch:
                 view.loss, view.mfu, view.step_time_s = sample.loss, sample.mfu, sample.step_time_s
                 if sample.loss is not None:
                     view.losses = [*view.losses[-199:], sample.loss]
+
+    def waiting(self) -> list[Asked]:
+        """The decisions that wait for a yes now, in the order of asking."""
+        plans = (job.plan for job in self.fleet.jobs.values())
+        now = {plan.decision for plan in plans if plan is not None and plan.stage == "awaiting"}
+        return [asked for decision, asked in self.asked.items() if decision in now]
 
     def open_incidents(self) -> list[IncidentStory]:
         return [story for story in self.incidents.values() if story.closed is None]

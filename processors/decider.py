@@ -107,13 +107,13 @@ def is_own(subject: str) -> bool:
 ROLE_OF: dict[str, str] = {
     **dict.fromkeys(
         ("job_declared", "policy_adopted", "catalogue_adopted", "hold_placed", "hold_released", "restart_requested",
-         "stop_requested", "standby_added", "approval_given", "override_given"), "operator",
+         "stop_requested", "standby_added", "approval_given", "override_given", "page_acknowledged"), "operator",
     ),
     **dict.fromkeys(
         ("signal", "signal_cleared", "progress_noted", "job_finished", "evidence_missing", "detector_started", "configuration_drift"),
         "detector",
     ),
-    **dict.fromkeys(("try_started", "outcome_recorded"), "actuator"),
+    **dict.fromkeys(("try_started", "outcome_recorded", "page_repeated"), "actuator"),
     "timer_fired": "timer",
     **dict.fromkeys(UNDERIVED, "decider"),
 }  # fmt: skip

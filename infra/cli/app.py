@@ -19,11 +19,14 @@ from infra.cli import (
     demo_command,
     doctor_command,
     grouptest,
+    notify,
     operate,
     operator,
+    people,
     reading,
     restart,
     setup,
+    shadow,
     stacks,
     status,
     topology,
@@ -44,6 +47,7 @@ for module in (
     operate,
     restart,
     operator,
+    people,
     reading,
     status,
     setup,
@@ -52,6 +56,8 @@ for module in (
     doctor_command,
     grouptest,
     stacks,
+    notify,
+    shadow,
 ):
     module.register(app)
 

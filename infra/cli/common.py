@@ -21,6 +21,7 @@ from infra.bus import BusClient
 from infra.embedded import EmbeddedError
 from infra.home import Address, Home
 from infra.keys import KeyProblem, UnsafeListen
+from infra.notify_settings import BadNotify
 from infra.streams import StreamProblem
 from infra.supervise import ChildFailed
 from processors.policy import BadPolicy
@@ -56,6 +57,7 @@ class Refused(Exception):
 #: Errors whose text is meant for the user.
 SAID = (
     Refused, EmbeddedError, StreamProblem, BadPolicy, ChildFailed, LogError, KeyProblem, UnsafeListen, BadName, Malformed,
+    BadNotify,
 )  # fmt: skip
 
 

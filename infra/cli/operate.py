@@ -43,6 +43,7 @@ from infra.cli.topology import TopologyOption, declare, declared_topology, topol
 from infra.home import Address, Home, host_name
 from infra.jetstream import JetStreamLog
 from infra.job_code import Code, code_at, declared_code
+from infra.notify_settings import channels_of, load
 from infra.pipeline import Node, Pipeline, default_policy_text, start_control
 from infra.pipeline import say as tell
 from infra.supervise import Supervisor
@@ -52,6 +53,9 @@ NodesOption = Annotated[
     int, typer.Option("--nodes", min=1, max=256, help="Nodes; more than one on this host are agents of their own")
 ]
 KernelOption = Annotated[str, typer.Option("--kernel-log", help="kmsg, a file to follow, or none")]
+NotifyOption = Annotated[
+    Path | None, typer.Option("--notify", help="File that says where pages go: webhooks, Alertmanager, scripts")
+]
 #: How long `run` waits for the agents it needs.
 AGENTS_WAIT_S = 30.0
 
@@ -99,6 +103,7 @@ def register(app: typer.Typer) -> None:
         port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The bus's port on loopback; 0: any free one")] = 0,
         topology: TopologyOption = None,
         actuate: Annotated[str, typer.Option("--exec", help="The site's own script for evict, replace and notify")] = "",
+        notify: NotifyOption = None,
         home: HomeOption = None,
     ) -> None:
         """Run the embedded bus, the processors, the actuators and this host's agent, until stopped. Ranks go on without it."""
@@ -112,6 +117,7 @@ def register(app: typer.Typer) -> None:
             author(),
             port=port,
             actuate=actuate_script(actuate),
+            notify=notify_file(notify),
             on_bus=say,
         )
 
@@ -137,17 +143,18 @@ def register(app: typer.Typer) -> None:
         url: Annotated[str, typer.Option("--url", envvar="KEEPSTEP_URL", help="The bus")],
         key: Annotated[str, typer.Option("--key", envvar="KEEPSTEP_KEY", help="Seed file; {user} stands for the role")] = "",
         actuate: Annotated[str, typer.Option("--exec", help="The site's own script for evict, replace and notify")] = "",
+        notify: NotifyOption = None,
         home: HomeOption = None,
     ) -> None:
         """Run the control plane (detectors, decider, actuators) on a bus that runs elsewhere, until stopped. Several may: they share the
         detectors' partitions, and one decider and one actuator is active."""
-        where, script = address(home, url, key), actuate_script(actuate)
+        where, script, pages = address(home, url, key), actuate_script(actuate), notify_file(notify)
 
         async def work() -> None:
             stop = until_signal()
             supervisor = Supervisor(where.home.logs)
             try:
-                await start_control(supervisor, where, script, f"@{host_name()}-{os.getpid()}")
+                await start_control(supervisor, where, script, f"@{host_name()}-{os.getpid()}", pages)
                 say(f"control: on {url}, logs in {where.home.logs}; Ctrl-C stops it")
                 await watch_children(supervisor, stop)
             finally:
@@ -366,6 +373,14 @@ def actuate_script(text: str) -> str:
     if text and not os.access(text, os.X_OK):
         raise Refused(f"{text} is not an executable script; give one with --exec (see infra/deploy/slurm for an example)")
     return str(Path(text).absolute()) if text else ""
+
+
+def notify_file(path: Path | None) -> str:
+    """The file's absolute path, once it is known that it can be used. Raises BadNotify."""
+    if path is None:
+        return ""
+    channels_of(load(path))
+    return str(path.absolute())
 
 
 async def _with_own_pipeline(spec: JobSpec, where: Address, policy: Path | None) -> int:

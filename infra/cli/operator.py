@@ -1,4 +1,4 @@
-"""What people say to a running pipeline: stop, hold, release, approve, deny, standby, policy."""
+"""What people say to a running pipeline: stop, hold, release, standby, policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from events.clock import NS
 from events.envelope import Fact
-from events.job import ApprovalGiven, HoldPlaced, HoldReleased, Place, StandbyAdded, StopRequested
+from events.job import HoldPlaced, HoldReleased, Place, StandbyAdded, StopRequested
 from events.ports import LEDGER
 from infra.bus import BusClient
 from infra.cli.common import (
@@ -42,12 +42,17 @@ HOLD_MINUTES_MAX = 10 * 366 * 24 * 60.0
 Reason = Annotated[str, typer.Option("--reason", help="Why; it is recorded with your name")]
 
 
-async def known(nc: BusClient) -> Fleet:
-    """The fleet as the ledger has it."""
+async def told(nc: BusClient) -> Watch:
+    """All that the ledger tells."""
     watch = Watch()
     async for record in JetStreamLog(nc, LEDGER).read():
         watch.ledger(record)
-    return watch.fleet
+    return watch
+
+
+async def known(nc: BusClient) -> Fleet:
+    """The fleet as the ledger has it."""
+    return (await told(nc)).fleet
 
 
 def one_job(fleet: Fleet, job: str) -> str:
@@ -115,45 +120,6 @@ def register(app: typer.Typer) -> None:
         _speak(
             home, url, key, json, lambda name, _: HoldReleased(job=name, reason=reason, author=author()), job, fleet_wide=True
         )
-
-    def answer(granted: bool, decision: str, reason: str, home: Path | None, url: str, key: str, json: bool) -> None:
-        async def work(nc: BusClient) -> str:
-            fleet = await known(nc)
-            waiting = {job.plan.decision: name for name, job in fleet.jobs.items() if job.plan and job.plan.stage == "awaiting"}
-            found = [full for full in waiting if full.startswith(decision)]
-            if len(found) != 1:
-                raise Refused(
-                    f"no single decision that waits begins with {decision!r}; waiting are: {', '.join(waiting) or 'none'}"
-                )
-            fact = ApprovalGiven(decision=found[0], job=waiting[found[0]], granted=granted, reason=reason, author=author())
-            return await tell(JetStreamLog(nc, LEDGER), fact, fact.job)
-
-        event = run(with_bus(address(home, url, key), "operator", work))
-        show_json({"event": event}) if json else say(f"recorded as {event}")
-
-    @app.command()
-    def approve(
-        decision: str,
-        reason: Reason,
-        home: HomeOption = None,
-        url: UrlOption = "",
-        key: KeyOption = "",
-        json: JsonOption = False,
-    ) -> None:
-        """Say yes to a decision that waits for it (its id, or the beginning of it)."""
-        answer(True, decision, reason, home, url, key, json)
-
-    @app.command()
-    def deny(
-        decision: str,
-        reason: Reason,
-        home: HomeOption = None,
-        url: UrlOption = "",
-        key: KeyOption = "",
-        json: JsonOption = False,
-    ) -> None:
-        """Say no to a decision that waits: nothing is done, and the incident is yours."""
-        answer(False, decision, reason, home, url, key, json)
 
     @app.command()
     def standby(

@@ -28,8 +28,10 @@ from infra.cli.common import (
     show_json,
     with_bus,
 )
+from infra.clock import wall_ns
 from infra.jetstream import JetStreamLog
 from infra.parts import Part, keeps, parts
+from infra.waiting import waiting_json
 from infra.watch import Watch
 
 #: An agent beats once a second.
@@ -65,6 +67,15 @@ def lost(watch: Watch, heard: dict[str, int]) -> list[str]:
     return [node for node, age in heard.items() if age > HEARD_S_MAX and node in watch.fleet.owners]
 
 
+async def bus_now_ns(nc: BusClient) -> int:
+    """The broker's time, as its tick told it last, within a second. Only a bus that never ticked has this host's."""
+    telemetry = JetStreamLog(nc, TELEMETRY_NODE)
+    ticks = tick(NODE, "*")
+    last = await telemetry.last_sequence(ticks)
+    found = [record.time_ns async for record in telemetry.read(after=max(0, last - 1), subjects=(ticks,))]
+    return max(found, default=0) or wall_ns()
+
+
 async def last_heard(nc: BusClient) -> dict[str, int]:
     """node -> seconds since its last heartbeat, by the broker's clock, which ticks each second: this host's may be hours off."""
     js = nc.jetstream()
@@ -88,12 +99,7 @@ async def last_heard(nc: BusClient) -> dict[str, int]:
     except NatsTimeout:
         pass
     await subscription.unsubscribe()
-    now_ns = max(stored.values(), default=0)
-    telemetry = JetStreamLog(nc, TELEMETRY_NODE)
-    ticks = tick(NODE, "*")
-    last = await telemetry.last_sequence(ticks)
-    async for record in telemetry.read(after=max(0, last - 1), subjects=(ticks,)):
-        now_ns = max(now_ns, record.time_ns)
+    now_ns = max((await bus_now_ns(nc), *stored.values()))
     return {node: max(0, now_ns - stored_ns) // NS for node, stored_ns in stored.items()}
 
 
@@ -131,6 +137,7 @@ def _show_json(watch: Watch, heard: dict[str, int], at_work: list[Part]) -> None
             "holds": list(fleet.holds),
             "jobs": jobs_of(watch),
             "incidents": incidents_of(watch),
+            "waiting": waiting_json(watch),
             "heard_s": heard,
             "parts": [asdict(part) for part in at_work],
         }
@@ -166,6 +173,10 @@ def _show_fleet(watch: Watch, heard: dict[str, int]) -> None:
         put(
             f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}"
         )
+    for w in waiting_json(watch):
+        out = f" of {', '.join(w['nodes'])}" if w["nodes"] else ""
+        put(f"waits for your yes, job {clean(w['job'])}: {w['rung'].replace('_', ' ')}{clean(out)}: {clean(w['because'])}")
+        put(f"    {w['approve']}\n    {w['deny']}")
 
 
 def state_of(job: Any) -> str:

@@ -1,0 +1,137 @@
+"""The pages that people were sent, as a fold of LEDGER: which stand, which were acknowledged, which are over, which are to be repeated.
+Pure; infra/pager.py sends.
+
+    fold(pages, seen) -> pages          due(pages, now_ns, after_s, most) -> (Page, …)
+
+A page is over when its incident is closed, its question is answered or superseded, or (what was planned) the next word is given.
+One that is over or acknowledged is not repeated; a new page of the same incident is a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from actuators.intents import Seen
+from events.action import OutcomeRecorded, PageRepeated
+from events.clock import NS
+from events.decision import DecisionMade, IncidentClosed, IntentIssued
+from events.incident import JobFinished
+from events.job import ApprovalGiven, JobDeclared, PageAcknowledged, RestartRequested, StopRequested
+
+V = TypeVar("V")
+
+#: Pages and decisions that are remembered, and how long one that is over still is, so that its end can be told again.
+PAGES_MAX = 2_000
+OVER_S_MAX = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A notification with what is known of it. `sent_ns`: when it was sent last (0: not yet), `repeats`: how often after the first
+    time. `over_ns`: since when nothing is asked any more (0: it stands). Broker times."""
+
+    intent: IntentIssued
+    event_id: str
+    sequence: int
+    issued_ns: int
+    made: DecisionMade | None = None
+    sent_ns: int = 0
+    repeats: int = 0
+    acknowledged: str = ""
+    over_ns: int = 0
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for a yes."""
+        return self.made is not None and self.made.rung != "hand_over"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """`by_key`: intent key -> page, in the order of issue. `calling`: decisions that call a person."""
+
+    by_key: Mapping[str, Page] = field(default_factory=dict)
+    calling: Mapping[str, DecisionMade] = field(default_factory=dict)
+    sequence: int = 0
+
+
+def fold(pages: Pages, seen: Seen) -> Pages:
+    """The pages after one event. Records at or below the newest folded change nothing."""
+    if seen.sequence <= pages.sequence:
+        return pages
+    pages = replace(pages, sequence=seen.sequence)
+    fact = seen.event.data
+    match fact:
+        case DecisionMade():
+            return _decided(pages, seen, fact)
+        case IntentIssued() if fact.verb == "notify" and fact.key not in pages.by_key:
+            page = Page(fact, seen.event.id, seen.sequence, seen.time_ns, pages.calling.get(fact.decision))
+            return replace(pages, by_key=_newest({**_recent(pages.by_key, seen.time_ns), fact.key: page}))
+        case OutcomeRecorded() if fact.verb == "notify":
+            return _each(pages, lambda p: p.intent.key == fact.key, sent_ns=seen.time_ns)
+        case PageRepeated():
+            return _each(pages, lambda p: p.intent.key == fact.key, sent_ns=seen.time_ns, repeats=fact.number)
+        case PageAcknowledged():
+            return _each(pages, lambda p: _meant(p, fact), acknowledged=fact.author)
+        case ApprovalGiven():
+            return _over(pages, seen, lambda p: p.asks and p.intent.decision == fact.decision)
+        case IncidentClosed():
+            return _over(pages, seen, lambda p: p.intent.incident == fact.incident)
+        case RestartRequested() | StopRequested() | JobDeclared():
+            return _over(pages, seen, lambda p: p.intent.job == fact.job and not p.intent.incident)
+        case JobFinished():
+            return _over(pages, seen, lambda p: p.intent.job == seen.event.job and not p.intent.incident)
+    return pages
+
+
+def _decided(pages: Pages, seen: Seen, fact: DecisionMade) -> Pages:
+    if fact.mode != "observe" and not fact.vetoed:  # a later choice takes the place of one that waits
+        pages = _over(pages, seen, lambda p: p.asks and p.intent.job == fact.job and p.intent.decision != fact.decision)
+    if fact.rung != "hand_over" and fact.mode != "approve":
+        return pages
+    return replace(pages, calling=_newest({**pages.calling, fact.decision: fact}))
+
+
+def _meant(page: Page, ack: PageAcknowledged) -> bool:
+    if page.intent.job != ack.job or page.acknowledged:
+        return False
+    return page.intent.decision == ack.decision if ack.decision else page.intent.incident == ack.incident
+
+
+def _each(pages: Pages, of: Callable[[Page], bool], **changes: object) -> Pages:
+    by_key = {key: replace(page, **changes) if of(page) else page for key, page in pages.by_key.items()}  # type: ignore[arg-type]
+    return replace(pages, by_key=by_key)
+
+
+def _over(pages: Pages, seen: Seen, of: Callable[[Page], bool]) -> Pages:
+    return _each(pages, lambda page: not page.over_ns and of(page), over_ns=seen.time_ns)
+
+
+def _recent(by_key: Mapping[str, Page], now_ns: int) -> dict[str, Page]:
+    return {key: page for key, page in by_key.items() if not page.over_ns or page.over_ns > now_ns - OVER_S_MAX * NS}
+
+
+def _newest(values: dict[str, V]) -> dict[str, V]:
+    for key in list(values)[: max(0, len(values) - PAGES_MAX)]:
+        del values[key]
+    return values
+
+
+def due(pages: Pages, now_ns: int, after_s: float, most: int) -> tuple[Page, ...]:
+    """The pages that are to be repeated now: sent, standing, unacknowledged for so long, and repeated less often than `most`."""
+    return tuple(
+        page
+        for page in standing(pages)
+        if page.sent_ns and not page.acknowledged and page.repeats < most and now_ns >= page.sent_ns + int(after_s * NS)
+    )
+
+
+def standing(pages: Pages) -> tuple[Page, ...]:
+    return tuple(page for page in pages.by_key.values() if not page.over_ns)
+
+
+def ended(pages: Pages, now_ns: int) -> tuple[Page, ...]:
+    """The pages that were over a short while ago."""
+    return tuple(page for page in pages.by_key.values() if page.over_ns and page.over_ns > now_ns - OVER_S_MAX * NS)

@@ -1,0 +1,189 @@
+"""What people answer: which decision is meant, why one can't be answered any more, overrides, acknowledgements, how long a word holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from events.job import ApprovalGiven
+from infra.cli.common import Refused
+from infra.cli.people import chosen, duration_s, override_of, page_of
+from infra.permissions import role
+from infra.waiting import ago, short_ids, waiting_json
+from infra.watch import Watch
+from tests.stories import Story
+
+JOB = "job gpt nodes a@r1 b@r2 c@r3 d@r4 standbys s@r5 t@r6"
+
+
+def played(*lines: str) -> tuple[Watch, Story]:
+    story = Story()
+    for line in ("policy auto rules.evict_named=approve", JOB, "+5 progress gpt first attempt=1 step=2", *lines):
+        story.tell(line)
+    watch = Watch()
+    for record in story.records:
+        watch.ledger(record)
+    return watch, story
+
+
+LOST = "+5 signal gpu_unavailable c attempt=1 job=gpt confidence=high"
+
+
+def why(call: Callable[[], object]) -> str:
+    with pytest.raises(Refused) as error:
+        call()
+    return str(error.value)
+
+
+def test_a_waiting_decision_is_listed_with_the_commands_to_copy() -> None:
+    watch, _ = played(LOST)
+    (one,) = waiting_json(watch)
+    assert (one["rung"], one["nodes"], one["standbys"], one["runbook"]) == ("evict", ["c"], ["s"], "approval-wanted")
+    prefix = one["approve"].split()[2]
+    assert one["decision"].startswith(prefix) and len(prefix) == 8
+    assert one["deny"] == f"keepstep deny {prefix} --reason '…'"
+    assert chosen(watch, prefix, False).made.decision == one["decision"]
+    assert chosen(watch, prefix.upper(), False).made.decision == one["decision"]
+    assert chosen(watch, "", True).made.decision == one["decision"]
+
+
+def test_what_is_not_clear_is_refused_in_one_sentence() -> None:
+    watch, _ = played(LOST)
+    for prefix, latest in (("", False), ("x", True)):
+        text = why(lambda p=prefix, last=latest: chosen(watch, p, last))  # type: ignore[misc]
+        assert "name one decision" in text and "evict of c, s in in job gpt" in text
+    assert "no decision that was ever asked about begins with 'nosuch'" in why(lambda: chosen(watch, "nosuch", False))
+    quiet, _ = played()
+    assert why(lambda: chosen(quiet, "", True)) == "no decision waits for a yes now"
+    assert why(lambda: chosen(quiet, "abc", False)).endswith("waiting are: none")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["+5 approve gpt decision-2"], "was answered already: yes by a 60 s ago, 'r'"),
+        (["+5 approve gpt decision-2 no"], "was answered already: no by a 60 s ago, 'r'"),
+        (["+5 restart gpt"], "is over: its incident was closed"),
+    ],
+)
+def test_a_decision_that_waits_no_more_says_what_ended_it(lines: list[str], said: str) -> None:
+    watch, story = played(LOST, *lines, "+60 hold", "+0.01 release")
+    decision = next(key for key, name in story.names.items() if name == "decision-2")
+    text = why(lambda: chosen(watch, decision[:10], False))
+    assert said in text and text.startswith(f"decision {decision[:8]} (evict in job gpt)") and text.count("\n") == 0
+
+
+def test_superseded_by_a_second_machine() -> None:
+    story = Story()
+    for line in (
+        "policy auto rules.evict_named=approve budget.job.evictions_max=4 budget.job.share_max=1 budget.fleet.evictions_max=4 budget.fleet.share_max=1",
+        JOB, "+5 progress gpt first attempt=1 step=2", LOST, "+5 signal gpu_unavailable d attempt=1 job=gpt confidence=high",
+        "+5 progress gpt attempt=1 step=3",
+    ):  # fmt: skip
+        story.tell(line)
+    watch = Watch()
+    for record in story.records:
+        watch.ledger(record)
+    first, second = (asked.made for asked in watch.asked.values())
+    assert second.nodes[-1] == "d" and [a.made.decision for a in watch.waiting()] == [second.decision]
+    assert f"is superseded: decision {second.decision[:8]} (evict) took its place" in why(
+        lambda: chosen(watch, first.decision[:12], False)
+    )
+    assert chosen(watch, "", True).made.decision == second.decision
+
+
+def test_a_yes_that_expired_is_told_as_such() -> None:
+    _, story = played(LOST)
+    decision = next(key for key, name in story.names.items() if name == "decision-2")
+    fact = ApprovalGiven(decision=decision, job="gpt", granted=True, reason="r", author="ann", expires_ns=story.now + 10)
+    story.say(fact, "operator", "gpt")
+    story.tell("+60 hold x")
+    again = Watch()
+    for record in story.records:
+        again.ledger(record)
+    if again.waiting():  # a decider that asks again after the expiry
+        assert chosen(again, decision, False).made.decision == decision
+    else:
+        assert "the yes of ann" in why(lambda: chosen(again, decision, False))
+
+
+def test_short_ids_tell_all_apart() -> None:
+    ids = ["abcdefgh1x", "abcdefgh2x", "zzzzzzzzzz", "abcdefgh"]
+    assert short_ids(ids) == {
+        "abcdefgh1x": "abcdefgh1", "abcdefgh2x": "abcdefgh2", "zzzzzzzzzz": "zzzzzzzz", "abcdefgh": "abcdefgh"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400), ("1.5H", 5400)])
+def test_how_long_a_word_holds(text: str, seconds: float) -> None:
+    assert duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "m", "-5m", "0m", "30 minutes", "1e9d", "99999999d", "nan"])
+def test_no_time_is_refused(text: str) -> None:
+    assert "as in 30m" in why(lambda: duration_s(text))
+
+
+def test_how_long_ago_is_told_in_the_largest_unit() -> None:
+    s = 1_000_000_000
+    assert [ago(n * s, 0) for n in (5, 119, 120, 7200, 172800)] == [
+        "5 s ago",
+        "119 s ago",
+        "2 min ago",
+        "2 h ago",
+        "2 days ago",
+    ]
+
+
+def test_an_override_is_of_what_the_job_has() -> None:
+    watch, _ = played()
+    fleet = watch.fleet
+    fact = override_of(fleet, "gpt", "evict", "b", "", "smells burnt", 7)
+    assert (fact.remedy, fact.node, fact.expires_ns, fact.reason) == ("evict", "b", 7, "smells burnt")
+    assert override_of(fleet, "gpt", "keep", "s", "", "r", 0).node == "s"
+    assert override_of(fleet, "gpt", "roll_back", "", "c0ffee", "r", 0).revision == "c0ffee"
+    refused = {
+        ("evict", "", ""): "name the machine that is to be evicted with --node",
+        ("keep", "", ""): "name the machine that is to be kept with --node",
+        ("evict", "s", ""): "job gpt has no machine s; it has: a, b, c, d",
+        ("keep", "x", ""): "job gpt has no machine x; it has: a, b, c, d, s, t",
+        ("reattempt", "a", ""): "--node goes with evict and keep; reattempt is of the whole job",
+        ("reattempt", "", "x"): "--revision goes with roll_back; reattempt takes the code as it is",
+    }
+    for (remedy, node, revision), text in refused.items():
+        assert why(lambda r=remedy, n=node, v=revision: override_of(fleet, "gpt", r, n, v, "r", 0)) == text  # type: ignore[misc]
+
+
+def test_a_page_is_acknowledged_by_incident_decision_or_as_the_latest() -> None:
+    watch, story = played(LOST)
+    (page,) = watch.pages
+    assert page_of(watch, page.incident[:6], False, "") == ("gpt", page.incident, "")
+    assert page_of(watch, "gpt/1", False, "") == ("gpt", page.incident, "")
+    assert page_of(watch, page.decision[:6], False, "") == ("gpt", page.incident, page.decision)
+    assert page_of(watch, "", True, "gpt") == ("gpt", page.incident, "")
+    assert "is nothing that paged anybody" in why(lambda: page_of(watch, "nosuch", False, ""))
+    assert why(lambda: page_of(watch, "", True, "other")) == "nobody was paged yet for job other"
+    assert "name one incident or decision" in why(lambda: page_of(watch, "", False, ""))
+    story.tell("+5 restart gpt")
+    closed = Watch()
+    for record in story.records:
+        closed.ledger(record)
+    assert "no page of it is repeated" in why(lambda: page_of(closed, page.incident[:6], False, ""))
+
+
+def test_only_the_operator_may_answer() -> None:
+    for kind in ("approval_given", "override_given", "page_acknowledged"):
+        subject = f"ledger.gpt.operator.{kind}"
+        may = {
+            name for name in ("detector", "decider", "actuator", "operator", "observer")
+            if any(_matches(allowed, subject) for allowed in role(name).publish)
+        }  # fmt: skip
+        assert may == {"operator"}, kind
+
+
+def _matches(pattern: str, subject: str) -> bool:
+    want, have = pattern.split("."), subject.split(".")
+    if want[-1] == ">":
+        return len(have) >= len(want) and all(w in ("*", h) for w, h in zip(want[:-1], have, strict=False))
+    return len(want) == len(have) and all(w in ("*", h) for w, h in zip(want, have, strict=True))
