@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from actuators.group_test import GroupTest
 from actuators.port import Done, Nodes, Unanswered, Work
 from events.action import CommandAnswered, NodeCommand
 from events.decision import RankPlace
@@ -130,7 +131,8 @@ class Local:
         return Done("failed", "this version has no tests of machines")
 
     async def group_test(self, work: Work, nodes: Nodes) -> Done:
-        return Done("failed", "this version replays no groups")
+        """Two rounds of short replays in groups: see actuators.group_test."""
+        return await GroupTest(work, nodes, _what(work.declared), unreachable_s=self.unreachable_s).run()
 
     async def finished(self, declared: JobDeclared, key: str, standbys: tuple[str, ...], nodes: Nodes) -> None:
         names = dict.fromkeys((*(place.node for place in declared.nodes), *standbys))

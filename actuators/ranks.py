@@ -20,6 +20,7 @@ from actuators.checkpoints import CheckpointReader
 from actuators.environment import Plan, parked_form, plan_of, ranked
 from actuators.node_memory import NodeMemory
 from actuators.processes import state_of
+from actuators.replays import Replays
 from actuators.revisions import RevisionFailed, Revisions
 from actuators.slot_set import SlotSet, pids
 from actuators.slots import Slot, SlotFailed
@@ -58,10 +59,6 @@ class RankOutput(NamedTuple):
 @lru_cache(maxsize=64)
 def _secrets(plan: Plan | None) -> tuple[str, ...]:
     return secrets_in({**os.environ, **dict(plan.environment)} if plan else os.environ)
-
-
-def _reads_no_code(plan: Plan) -> bool:
-    return not dict(plan.environment).get("KEEPSTEP_PARKED_IMPORTS")
 
 
 class Refused(Exception):
@@ -103,6 +100,7 @@ class RankHost:
         self._memory = NodeMemory(self.folder)
         self._checkpoints = CheckpointReader()
         self.revisions = Revisions(self.folder / "revisions", self._directories, boot_id=boot_id)
+        self._replays = Replays(self._slots, self.revisions, refill=self._refill_soon)
         self._running: dict[str, asyncio.Task[CommandAnswered]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._refills: dict[str, asyncio.Task[None]] = {}
@@ -118,6 +116,7 @@ class RankHost:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._memory.recover()
         await self._slots.recover()
+        await self._replays.recover()
         for job, mark in self._memory.jobs.items():
             if mark.parked_wanted and mark.fenced < 0:
                 self._refill_soon(job)
@@ -174,7 +173,11 @@ class RankHost:
 
     def parked(self) -> int:
         """Workers that wait, warm."""
-        return sum(1 for slot in self._slots.all.values() if slot.live and not slot.record.attempt and slot.ready.is_set())
+        return sum(
+            1
+            for slot in self._slots.all.values()
+            if slot.live and not slot.record.attempt and not slot.record.replay and slot.ready.is_set()
+        )
 
     # Commands
 
@@ -195,6 +198,8 @@ class RankHost:
         final, more = True, dict[str, Any]()
         try:
             self._check_current(command)
+            if command.verb in ("start", "stop", "fence"):
+                await self._replays.end(command.job)
             match command.verb:
                 case "park":
                     detail = await self._park(command)
@@ -206,6 +211,8 @@ class RankHost:
                     detail = await self._stop(command)
                 case "fence":
                     detail = await self._fence(command)
+                case "replay":
+                    detail, more["replayed"] = await self._replays.handle(command)
             ok = True
         except Refused as error:
             ok, detail = False, str(error)
@@ -314,9 +321,7 @@ class RankHost:
             if left:
                 raise SlotFailed(f"processes of an earlier attempt do not die: {pids(left)}")
             mine = {slot.record.rank: slot for slot in self._slots.attempt(job, attempt) if slot.live or slot.ran}
-            # Parked workers have read nothing of the job's code: they can be of any revision, unless they were told to import it ahead.
-            fit = self._slots.idle(job, plan) if not command.revision or _reads_no_code(plan) else []
-            idle = sorted(fit, key=lambda slot: (not slot.ready.is_set(), slot.record.slot))
+            idle = self._slots.fit(job, plan, command.revision)
             ranks = range(place.first_rank, place.first_rank + place.count)
             starts = [
                 self._start_rank(command, plan, rank, mine.get(rank), idle.pop(0) if rank not in mine and idle else None)
@@ -437,9 +442,9 @@ class RankHost:
         record, ended = slot.record, slot.ended or {}
         if record.exit_reported:
             return
-        if not record.attempt or not slot.ran:  # a parked worker: no rank, no news
+        if not record.attempt or not slot.ran:  # a parked worker, or a replay: no rank, no news
             slot.note(exit_reported=True)
-            if not record.asked:
+            if not record.asked and not record.replay:
                 self._park_failures[record.job] = self._park_failures.get(record.job, 0) + 1
                 self._refill_soon(record.job)
             return

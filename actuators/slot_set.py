@@ -135,9 +135,17 @@ class SlotSet:
             and slot.record.parked
             and slot.record.job == job
             and not slot.record.attempt
+            and not slot.record.replay
             and not slot.record.asked
             and (plan is None or slot.record.plan == plan.digest)
         ]
+
+    def fit(self, job: str, plan: Plan, revision: str) -> list[Slot]:
+        """Parked workers that can become ranks of a revision, ready ones first. They have read nothing of the job's code, so that they can be
+        of any, unless they were told to import it ahead."""
+        if revision and dict(plan.environment).get("KEEPSTEP_PARKED_IMPORTS"):
+            return []
+        return sorted(self.idle(job, plan), key=lambda slot: (not slot.ready.is_set(), slot.record.slot))
 
     async def end(self, slot: Slot, grace_s: float) -> list[Process]:
         """Ends it on command; what does not die."""

@@ -32,7 +32,8 @@ class SlotFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """What is kept of a slot. `attempt` 0: parked, of nobody yet. `*_reported`: the news was taken by the agent."""
+    """What is kept of a slot. `attempt` 0: parked, of nobody yet, or of a replay (its command's key), which is no attempt. `*_reported`:
+    the news was taken by the agent."""
 
     slot: str
     job: str
@@ -40,6 +41,7 @@ class SlotRecord:
     plan: str = ""
     parked: bool = False
     attempt: int = 0
+    replay: str = ""
     rank: int = -1
     local_rank: int = 0
     world_size: int = 1

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from events.decision import RankPlace, Verb
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
-from events.finding import CheckResult, ProcessStack, ReplayResult, StackRound
+from events.finding import CheckResult, ProcessStack, ReplayedRank, ReplayResult, StackRound
 
 Result = Literal["done", "failed", "refused_stale", "refused_expired", "refused_held", "unreachable"]
 
@@ -80,7 +80,8 @@ class NodeCommand(Fact):
     #: checkpoint below this step (-1: the newest of all).
     revision: str = Field(default="", max_length=NAME_MAX)
     restore_below_step: int = Field(default=-1, ge=-1)
-    #: diagnose: tests by name, and the time that all of them may take. `replay`: the steps to run.
+    #: diagnose: tests by name, and the time that all of them may take. `replay`: the steps to run (0: what replays of the job's is
+    #: ended), and the time that they may take.
     tests: tuple[str, ...] = ()
     within_s: float = Field(default=0, ge=0, allow_inf_nan=False)
     steps: int = Field(default=0, ge=0)
@@ -101,4 +102,4 @@ class CommandAnswered(Fact):
     restore_step: int = -1
     stacks: tuple[ProcessStack, ...] = ()
     tests: tuple[CheckResult, ...] = ()
-    replays: tuple[ReplayResult, ...] = ()
+    replayed: tuple[ReplayedRank, ...] = ()

@@ -182,7 +182,7 @@ class IntentIssued(Decided):
     #: diagnose, examine: tests by name, in order, and the time that they may take together.
     tests: tuple[str, ...] = ()
     within_s: float = Field(default=0, ge=0, allow_inf_nan=False)
-    #: group_test: the machines of each group, phase by phase, and the steps of a replay.
+    #: group_test: the machines of each group, phase by phase, and the steps of a replay; `within_s` is the time for both phases.
     groups: tuple[tuple[tuple[str, ...], ...], ...] = ()
     steps: int = Field(default=0, ge=0)
     #: start_attempt, group_test: the code revision that is run (empty: what lies in the job's directory), and the newest whole

@@ -9,6 +9,10 @@ from pydantic import Field
 
 from events.envelope import NAME_MAX, TEXT_MAX, Fact
 
+#: Of a group test: groups of neighbours, then groups with a stride.
+ReplayPhase = Literal["horizontal", "vertical"]
+REPLAY_PHASES: tuple[ReplayPhase, ...] = ("horizontal", "vertical")
+
 
 class GroupState(Fact):
     """How far a rank is in one process group of the job, by PyTorch's flight recorder. `group`: the group's name, the same on all its
@@ -87,9 +91,24 @@ class CheckResult(Fact):
 class ReplayResult(Fact):
     """One group's short replay of the job. `failed` None: it could not run, and says nothing."""
 
-    phase: Literal["horizontal", "vertical"]
+    phase: ReplayPhase
     group: int = Field(ge=0)
     nodes: tuple[str, ...]
     failed: bool | None
     detail: str = Field(default="", max_length=TEXT_MAX)
     duration_s: float = Field(default=0, ge=0)
+
+
+class ReplayedRank(Fact):
+    """What one rank did in a replay. `rank` counts in the replay's own world. `ended`: `done` (all steps, or the script ended by itself
+    with 0), `crashed` by itself, `cut` (it was ended: past its deadline, or another rank had failed). `trace`: after each step a digest
+    of step, loss and gradient norm of all steps so far, bit for bit, so that two ranks can be compared and the first difference found;
+    `blank` if the script tells no values. `bad_step`: the first step whose loss or gradient norm is no finite number (-1: none)."""
+
+    rank: int = Field(ge=0)
+    ended: Literal["done", "crashed", "cut"]
+    first_step: int = -1
+    trace: tuple[str, ...] = ()
+    blank: bool = False
+    bad_step: int = -1
+    detail: str = Field(default="", max_length=TEXT_MAX)

@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from keepstep import _hook as _hooks
+from keepstep import _replay
 from keepstep._hook import Hook, Phase
+from keepstep._replay import Replay
 
 __all__ = [
+    "Replay",
     "active",
     "changed",
     "checkpoint_to_restore",
@@ -33,6 +36,7 @@ __all__ = [
     "init_process_group",
     "measure_peak",
     "phase",
+    "replay",
     "restore",
     "save",
     "set_peak",
@@ -51,12 +55,13 @@ def _activate() -> Hook | None:
     if _tried:
         return _hook
     _tried = True
-    if not os.environ.get("KEEPSTEP_SOCKET"):
+    replayed = _replay.told(os.environ)
+    if replayed is None and not os.environ.get("KEEPSTEP_SOCKET"):
         return None
     try:
         if not _hooks.claimed(os.environ):
             return None
-        _hook = Hook(os.environ)
+        _hook = _replay.ReplayHook(os.environ, replayed) if replayed is not None else Hook(os.environ)
         atexit.register(_hook.flush)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forked)
@@ -71,6 +76,12 @@ def _forked() -> None:
     hook, _hook = _hook, None
     if hook is not None:
         hook.abandon()
+
+
+def replay() -> Replay | None:
+    """None in a run. In a short replay, which the hook ends after `steps` steps without any help of the script's: what it may reckon with:
+    `layers` to keep, where the model can be cut (0: all), and a `seed`, where it has none of its own."""
+    return _replay.told(os.environ)
 
 
 def active() -> bool:
@@ -183,7 +194,8 @@ def save(
 ) -> Path | None:
     """Writes a checkpoint after `step`, whole or not at all, as rank 0 (others return at once): each of `objects` into `<name>.pt`,
     and `files` by name (bytes, a callable that writes into a binary file, or what torch.save takes). Keeps the newest `keep`.
-    Returns its folder; None where nothing was written: a full disk is told on stderr and costs the run only the checkpoint."""
+    Returns its folder; None where nothing was written: a full disk is told on stderr and costs the run only the checkpoint. A replay
+    writes none."""
     from keepstep import _state
 
     return _state.save(step, files or {}, objects, folder, keep, _activate())

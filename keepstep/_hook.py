@@ -39,8 +39,8 @@ class Hook:
         "last_step", "peak_flops", "phase", "pid", "progress", "rank", "restored_step", "ring", "world_size",
     )  # fmt: skip
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Raises KeyError, ValueError where the environment isn't that of a rank under keepstep."""
+    def __init__(self, environment: Mapping[str, str], sender: Any = None) -> None:
+        """`sender`: in the place of one to the agent. Raises KeyError, ValueError where the environment isn't that of a rank under keepstep."""
         self.job = environment["KEEPSTEP_JOB"]
         self.attempt = int(environment["KEEPSTEP_ATTEMPT"])
         self.rank = int(environment["KEEPSTEP_RANK"])
@@ -62,7 +62,7 @@ class Hook:
         self._kinds: dict[type, int] = {}
         self._entered_s = 0.0
         self._faulted = False
-        self._sender = Sender(self, environment["KEEPSTEP_SOCKET"])
+        self._sender = sender if sender is not None else Sender(self, environment["KEEPSTEP_SOCKET"])
         self._sender.start()
 
     def hello(self) -> dict[str, Any]:

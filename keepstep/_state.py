@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from keepstep import checkpoint
+from keepstep import _replay, checkpoint
 from keepstep._hook import Hook, Phase, warn
 
 _RESTORE, _FOLDER = "KEEPSTEP_RESTORE", "KEEPSTEP_CHECKPOINTS"
@@ -62,7 +62,7 @@ def _load(path: Path, value: Any) -> None:
 def save(
     step: int, files: Mapping[str, Any], objects: Mapping[str, Any], folder: Any, keep: int, hook: Hook | None
 ) -> Path | None:
-    if (os.environ.get("RANK") or "0") != "0":
+    if (os.environ.get("RANK") or "0") != "0" or _replay.told(os.environ) is not None:
         return None
     with Phase(hook, "checkpoint"):
         try:

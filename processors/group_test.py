@@ -19,10 +19,9 @@ from itertools import combinations
 from math import lcm
 from typing import Literal, NamedTuple
 
+from events.finding import REPLAY_PHASES as PHASES
+from events.finding import ReplayPhase as Phase
 from events.finding import ReplayResult
-
-Phase = Literal["horizontal", "vertical"]
-PHASES: tuple[Phase, Phase] = ("horizontal", "vertical")
 
 
 class Groups(NamedTuple):

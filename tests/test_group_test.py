@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from events.finding import REPLAY_PHASES as PHASES
 from events.finding import ReplayResult
-from processors.group_test import PHASES, Groups, Located, NoPlan, Plan, groups_of, locate, plan
+from processors.group_test import Groups, Located, NoPlan, Plan, groups_of, locate, plan
 
 SMALL = [(m, n) for m in range(1, 9) for n in range(2, 13)]
 

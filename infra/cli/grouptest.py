@@ -11,10 +11,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from events.finding import ReplayResult
+from events.finding import REPLAY_PHASES as PHASES
+from events.finding import ReplayPhase, ReplayResult
 from infra.cli.common import FINE, FOUND, JsonOption, Refused, clean, console, put, show_json
 from infra.topology_hostlist import BadHostlist, expand
-from processors.group_test import PHASES, Groups, Located, NoPlan, Phase, Plan, locate, plan
+from processors.group_test import Groups, Located, NoPlan, Plan, locate, plan
 
 #: Rows of the picture; --json has all.
 _ROWS_MAX = 64
@@ -124,7 +125,7 @@ def _groups(name: str) -> tuple[Groups, bool]:
 
 def _results(name: str, groups: Groups) -> list[ReplayResult]:
     value = _read(name, "the results")
-    told: dict[tuple[Phase, int], bool | None] = {}
+    told: dict[tuple[ReplayPhase, int], bool | None] = {}
     if isinstance(value, dict) and "replays" in value:
         value = value["replays"]
     if isinstance(value, list):

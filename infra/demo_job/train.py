@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,6 +90,11 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
     return cross_entropy(model(tokens).view(-1, VOCABULARY), targets.reshape(-1))
 
 
+def restore_part(model: nn.Module, file: Path) -> None:
+    """The layers that there are; the checkpoint has more."""
+    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True), strict=False)
+
+
 def rate(step: int, peak: float, warm_up: int) -> float:
     return peak * min(1.0, (step + 1) / warm_up)
 
@@ -134,11 +140,16 @@ def main() -> None:
     torch.manual_seed(options.seed)
     text = read_text()
     held_out, text = text[: len(text) // 20], text[len(text) // 20 :]
-    model = DistributedDataParallel(Gpt(options.layers, options.width, options.heads))
+    replay = keepstep.replay()
+    layers = min(options.layers, replay.layers or options.layers) if replay else options.layers
+    model = DistributedDataParallel(Gpt(layers, options.width, options.heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens_a_step = options.batch * CONTEXT
-    start = keepstep.restore(model=model, optimizer=optimizer)
+    if layers == options.layers:
+        start = keepstep.restore(model=model, optimizer=optimizer)
+    else:  # a replay of a part of the model: its optimizer starts anew
+        start = keepstep.restore(model=partial(restore_part, model))
     gc.freeze()  # what is imported by now stays: no collection looks at it again, the one at the end (over a second) included
 
     for step in range(start, options.steps):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import statistics
 import time
 
+from events.finding import REPLAY_PHASES as PHASES
 from events.finding import ReplayResult
-from processors.group_test import PHASES, Plan, locate, plan
+from processors.group_test import Plan, locate, plan
 from tests.bench.report import report
 
 NAMES = ("group_plan", "group_plan_rounds")
