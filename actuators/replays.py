@@ -33,6 +33,8 @@ TRACE_BYTES_MAX = 1 << 20
 #: The same in each replay of any job, so that a script without a seed of its own draws the same numbers.
 SEED = 1
 DETAIL_CHARACTERS_MAX = 400
+#: The hook's exit code where it could not write its trace.
+UNRECORDED = 97
 
 
 @dataclass
@@ -107,6 +109,8 @@ class Replays:
         self._refill(command.job)
         why = await self._wait(run, begun_s + command.within_s)
         await asyncio.gather(*(self._slots.end(slot, 0) for slot in run.slots if slot.ended is None))
+        if unrecorded := [slot.record.rank for slot in run.slots if (slot.ended or {}).get("code") == UNRECORDED]:
+            raise SlotFailed(f"the hook could not record rank {unrecorded[0]}: is there room in {self._slots.folder}?")
         secrets = secrets_in({**os.environ, **dict(plan.environment)})
         ranks = tuple([await asyncio.to_thread(_replayed, slot, command.steps, why, secrets) for slot in run.slots])
         warm = sum(1 for slot in run.slots if slot.record.warm)
@@ -168,8 +172,8 @@ def _replayed(slot: Slot, steps: int, why: str, secrets: tuple[str, ...]) -> Rep
 
 
 def read_trace(path: Path, steps: int) -> tuple[int, tuple[str, ...], int, bool]:
-    """First step (-1: none), a running digest after each, the first step with a value that is no finite number (-1: none), and whether no
-    value was told. What the script's process wrote is not trusted: bounded, and what is no such line ends it."""
+    """First step (-1: none), a running digest after each, the first step with a value that is no finite number (-1: none; one whose update
+    was skipped is no fault), and whether no value was told. What the script's process wrote is not trusted: bounded, and what is no such line ends it."""
     first_step, bad_step, blank = -1, -1, True
     trace: list[str] = []
     digest = b""
@@ -191,6 +195,6 @@ def read_trace(path: Path, steps: int) -> tuple[int, tuple[str, ...], int, bool]
         trace.append(digest.hex())
         given = [number for number in numbers if number is not None]
         blank = blank and not given
-        if bad_step < 0 and not all(map(math.isfinite, given)):
+        if bad_step < 0 and not value.get("skipped") and not all(map(math.isfinite, given)):
             bad_step = step
     return first_step, tuple(trace), bad_step, blank

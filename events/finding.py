@@ -103,7 +103,8 @@ class ReplayedRank(Fact):
     """What one rank did in a replay. `rank` counts in the replay's own world. `ended`: `done` (all steps, or the script ended by itself
     with 0), `crashed` by itself, `cut` (it was ended: past its deadline, or another rank had failed). `trace`: after each step a digest
     of step, loss and gradient norm of all steps so far, bit for bit, so that two ranks can be compared and the first difference found;
-    `blank` if the script tells no values. `bad_step`: the first step whose loss or gradient norm is no finite number (-1: none)."""
+    `blank` if the script tells no values. `bad_step`: the first step that was not skipped and whose loss or
+    gradient norm is no finite number (-1: none)."""
 
     rank: int = Field(ge=0)
     ended: Literal["done", "crashed", "cut"]

@@ -24,6 +24,8 @@ _STEPS, _TRACE, _SEED, _LAYERS = (f"KEEPSTEP_REPLAY_{name}" for name in ("STEPS"
 #: How long the ranks wait for each other at the end, and for values on their way from a device.
 FAREWELL_S = 20.0
 VALUES_S = 30.0
+#: Exit code of a rank that could not write its trace.
+UNRECORDED = 97
 
 
 class Replay(NamedTuple):
@@ -68,15 +70,24 @@ class ReplayHook(Hook):
         self._read_to = self._written = 0
         random.seed(replay.seed)
 
-    def step(self, step: int, loss: Any, grad_norm: Any, tokens: Any, flops: Any) -> None:
-        if len(self._pending) >= _device.PENDING_MAX - 1:  # none is given up here: a missing value would look like a difference
-            self._await_values()
-        super().step(step, loss, grad_norm, tokens, flops)
-        self._write()
-        if self._written + len(self._pending) >= self._replay.steps:
+    def step(
+        self, step: int, loss: Any, grad_norm: Any, tokens: Any, flops: Any, skipped: Any = False, busy_s: Any = None
+    ) -> None:
+        try:
+            if (
+                len(self._pending) >= _device.PENDING_MAX - 1
+            ):  # none is given up here: a missing value would look like a difference
+                self._await_values()
+            super().step(step, loss, grad_norm, tokens, flops, skipped, busy_s)
+            self._write()
+            if self._written + len(self._pending) < self._replay.steps:
+                return
             self._await_values()
             self._write()
-            self._leave()
+        except Exception as error:  # the machine is not to be blamed for it
+            warn(f"this replay can't be recorded ({type(error).__name__}: {error})")
+            os._exit(UNRECORDED)
+        self._leave()
 
     def _await_values(self) -> None:
         end_s = time.monotonic() + VALUES_S
@@ -87,8 +98,8 @@ class ReplayHook(Hook):
 
     def _write(self) -> None:
         samples, self._read_to, _ = self.ring.read(self._read_to, self._replay.steps)
-        for _, step, _, _, loss, grad_norm, _, _ in samples:
-            line = {"step": step, "loss": _bits(loss), "grad_norm": _bits(grad_norm)}
+        for _, step, _, _, loss, grad_norm, _, _, skipped, *_ in samples:
+            line = {"step": step, "loss": _bits(loss), "grad_norm": _bits(grad_norm), "skipped": skipped}
             os.write(self._trace, json.dumps(line).encode() + b"\n")
             self._written += 1
 

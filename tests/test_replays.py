@@ -27,9 +27,10 @@ import keepstep
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 bad = os.environ.get("BAD", "") if os.environ["KEEPSTEP_NODE"] == os.environ.get("BAD_NODE", "-") else ""
 out = os.path.join(os.environ["OUT"], os.environ["KEEPSTEP_NODE"] + "-" + os.environ["MASTER_PORT"] + ".json")
-with open(out, "w") as file:
+with open(out + ".new", "w") as file:
     replay = keepstep.replay()
     json.dump({"env": dict(os.environ), "replay": replay and list(replay), "argv": sys.argv}, file)
+os.rename(out + ".new", out)
 restore = keepstep.checkpoint_to_restore()
 start = int(restore.name[5:]) + 1 if restore else 0
 for step in range(start, start + int(os.environ.get("STEPS", "1000"))):
@@ -46,6 +47,8 @@ for step in range(start, start + int(os.environ.get("STEPS", "1000"))):
             loss *= 1 + 2**-50
     keepstep.step(step, loss=loss, grad_norm=0.5)
     keepstep.save(step, {"model.pt": b"x"})
+    if bad == "full":
+        keepstep._hook._trace = -1  # no more to be written to
     if bad == "blank":
         os._exit(0)
 try:
@@ -169,6 +172,12 @@ async def test_nodes_that_do_not_answer_and_ranks_that_are_at_work(job: Job) -> 
     assert done.result == "unreachable"
 
 
+async def test_a_replay_that_could_not_be_recorded_accuses_nobody(job: Job) -> None:
+    done = await Local().group_test(work(job.declared(BAD="full", BAD_NODE="n1"), GROUPS), job.cluster)
+    assert [result.failed for result in done.replays] == [False, None, False, False] * 2
+    assert "the hook could not record rank 0" in done.replays[1].detail
+
+
 async def test_called_back_it_leaves_nothing(job: Job) -> None:
     declared = job.declared(BAD="hang", BAD_NODE="n1")
     test = asyncio.create_task(Local().group_test(work(declared, GROUPS), job.cluster))
@@ -229,6 +238,8 @@ def test_a_trace_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
     first, trace, bad, blank = read_trace(path, 9)
     assert (first, len(trace), bad, blank) == (5, 2, 6, False)
     assert read_trace(path, 1)[1] == trace[:1]
+    path.write_text(lines[1].replace("}", ', "skipped": true}'))
+    assert read_trace(path, 9)[2] == -1  # an overflow that the loss scaler took care of
     path.write_text("\n".join([lines[0].replace("1.8p+1", "1.8000000000001p+1"), lines[1]]))
     other = read_trace(path, 9)[1]
     assert other[0] != trace[0] and other[1] != trace[1]  # a difference stays
