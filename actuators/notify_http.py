@@ -136,6 +136,11 @@ def alert(message: Message, labels: Mapping[str, str], now_ns: int) -> dict[str,
     return {
         "labels": {name: value for name, value in {**labels, **own}.items() if value},
         "annotations": {name: value for name, value in annotations.items() if value},
-        "startsAt": text_of(message.issued_ns),
-        "endsAt": text_of(message.over_ns or max(now_ns, message.issued_ns) + ALIVE_S * NS),
+        "startsAt": _milliseconds(message.issued_ns),
+        "endsAt": _milliseconds(message.over_ns or max(now_ns, message.issued_ns) + ALIVE_S * NS),
     }
+
+
+def _milliseconds(time_ns: int) -> str:
+    """RFC 3339 as Alertmanager itself writes it."""
+    return text_of(time_ns)[:23] + "Z"

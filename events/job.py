@@ -122,7 +122,7 @@ class ApprovalGiven(Fact):
     granted: bool
     reason: str = Field(min_length=1, max_length=TEXT_MAX)
     author: str = Field(min_length=1, max_length=NAME_MAX)
-    #: A yes is good until then (0: as long as the decision waits); what was not begun by then waits again.
+    #: A yes is good until then (0: as long as the decision waits); what was not begun by then is not done, and handed over.
     expires_ns: int = Field(default=0, ge=0)
 
 

@@ -54,7 +54,7 @@ class _Webhook(_Web):
 
 class _Alertmanager(_Web):
     kind: Literal["alertmanager"]
-    labels: dict[str, str] = {}
+    labels: dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")], str] = {}
 
 
 class _Script(_Section):

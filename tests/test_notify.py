@@ -227,6 +227,7 @@ channels:
             "channels: [{kind: webhook, url: 'http://a', name: x}, {kind: alertmanager, url: 'http://a', name: x}]",
             "two channels",
         ),
+        ("channels: [{kind: alertmanager, url: 'http://a', labels: {a-b: c}}]", "labels.a-b"),
         ("repeat_after_s: 0", "repeat_after_s"),
         ("pages: 1", "pages: Extra inputs"),
         (": : :", "it is not YAML"),

@@ -91,7 +91,7 @@ def why_over(watch: Watch, asked: Asked) -> str:
         word = "yes" if answer.granted else "no"
         when = ago(watch.now_ns, asked.answered_ns)
         if answer.granted and answer.expires_ns and watch.now_ns > answer.expires_ns:
-            return f"{name} is over: the yes of {answer.author} ({when}) has expired, and it does not wait again"
+            return f"{name} is over: the yes of {answer.author} ({when}) has expired"
         return f"{name} was answered already: {word} by {answer.author} {when}, {answer.reason!r}"
     story = watch.incidents.get(made.incident)
     if story is not None and story.closed is not None:
@@ -218,7 +218,7 @@ def register(app: typer.Typer) -> None:
         latest: Annotated[bool, typer.Option("--latest", help="The one that was asked for last")] = False, expires: Expires = "",
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
-        """Say yes to a decision that waits for it. With --expires, what was not begun by then waits again."""
+        """Say yes to a decision that waits for it. With --expires, what was not begun by then is not done, and paged."""
         answer(True, decision, latest, reason, expires, home, url, key, json)
 
     @app.command()
