@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from events.incident import Confidence
 from events.training import RankExit
+from processors import code_faults
+from processors.code_faults import Fault
 from processors.detector import QUOTE_BYTES, quote
 
 #: Linux on x86 and ARM; others by number.
@@ -24,16 +27,18 @@ LAST_LINES = 5
 
 
 class Ending(NamedTuple):
-    """What a failing exit is called: rank_killed, rank_traceback, rank_gone (it ended while nothing watched) or rank_exit."""
+    """What a failing exit is called: rank_killed, rank_traceback, rank_gone (it ended while nothing watched) or rank_exit. `fault`: the
+    exception that it shows."""
 
     rule: str
     confidence: Confidence
     evidence: str
+    fault: Fault | None = None
 
 
-def reading(data: RankExit, node: str, words: str = "") -> Ending:
+def reading(data: RankExit, node: str, words: str = "", *, whole: bool = True) -> Ending:
     """Of an exit that is a failure. `evidence` holds code or signal and the last lines of stderr, and what the rank's log said of note
-    (`words`) if that is not among them. What it is taken for does not depend on `words`."""
+    (`words`) if that is not among them. What it is taken for does not depend on `words`. Not `whole`: its exception is not read."""
     tail = data.stderr_tail.strip("\n")
     place = f"rank {data.rank} on {node[:200]}"
     if data.signal is not None:
@@ -46,17 +51,29 @@ def reading(data: RankExit, node: str, words: str = "") -> Ending:
         head = f"{place} ended with code {data.code}"
     if words and words not in tail:
         head = f"{head}; of note in its log: {words}"
-    confidence: Confidence = "sympathetic" if _is_echo(data, tail) else "low"
+    fault = code_faults.reading(tail, data.rank) if whole and tail else None
+    confidence: Confidence = "sympathetic" if _is_echo(data, tail, fault) else "low"
     if tail:
         room = QUOTE_BYTES - len(head.encode("utf-8", "replace")) - 2
         head = f"{head}:\n{quote(tail, room)}"
-    return Ending(rule, confidence, quote(head))
+    return Ending(rule, confidence, quote(head), fault)
 
 
-def _is_echo(data: RankExit, tail: str) -> bool:
-    """Whether its last words are of a peer that is gone. What a signal ended had no say; an abort may be a watchdog's."""
+def earliest(exits: Iterable[RankExit]) -> RankExit | None:
+    """Of a crash's exits, the failure that ended first by its host's clock and was no peer's echo: the rank that the others died of. Of
+    exits whose time is not known, none is earlier than one with a time; None: nothing but echoes."""
+    failed = [one for one in exits if not one.asked and (one.code or one.signal is not None)]
+    roots = [one for one in failed if reading(one, "").confidence != "sympathetic"]
+    return min(roots, key=lambda one: (one.ended_ns == 0, one.ended_ns, one.rank), default=None)
+
+
+def _is_echo(data: RankExit, tail: str, fault: Fault | None) -> bool:
+    """Whether its last words are of a peer that is gone. What a signal ended had no say; an abort may be a watchdog's. An exception speaks
+    for itself: at a process's end, libraries write of groups that were not taken down, whatever it died of."""
     if data.signal is not None and data.signal != SIGABRT:
         return False
+    if fault is not None and data.signal is None:
+        return not fault.by_code and _ECHO.search(f"{fault.raised.name}: {fault.raised.message}") is not None
     last = None
     for last in _EXCEPTION.finditer(tail):  # noqa: B007 - the last match is meant
         pass

@@ -19,9 +19,10 @@ from events.network import LinkTraffic
 from events.presence import Heartbeat, Tick
 from events.rank_log import RankLog
 from events.training import RankExit, RankStarted, TrainingProgress
+from processors import blame
 from processors import ranks as ranks_
 from processors.detector import Claim, PartitionClock, Seen, quote
-from processors.exits import reading
+from processors.exits import Ending, reading
 from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, Rank, Ranks
 from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer
 
@@ -69,6 +70,7 @@ class JobState(NamedTuple):
     words: tuple[tuple[int, str], ...] = ()
     longest: tuple[Longest, ...] = ()
     traffic: Traffic = NO_TRAFFIC
+    roots: blame.Roots = blame.NONE
 
 
 _EMPTY = JobState()
@@ -103,6 +105,8 @@ class JobDetector:
             out["longest"] = [list(one) for one in state.longest]
         if "traffic" in out:
             out["traffic"] = [list(state.traffic.idle), *state.traffic[1:]]
+        if "roots" in out:
+            out["roots"] = blame.dump(state.roots)
         return out
 
     def load(self, key: str, value: Any) -> JobState:
@@ -118,6 +122,8 @@ class JobDetector:
         if "traffic" in changes:
             idle, *rest = changes["traffic"]
             changes["traffic"] = Traffic(tuple(idle), *rest)
+        if "roots" in changes:
+            changes["roots"] = blame.load(changes["roots"])
         return JobState(**changes)
 
     def detect(self, state: JobState, clock: PartitionClock, seen: Seen) -> tuple[JobState, tuple[Claim, ...]]:
@@ -258,6 +264,7 @@ def _traffic(state: JobState, clock: PartitionClock, seen: Seen, data: LinkTraff
 
 def _words(state: JobState, data: RankLog) -> JobState:
     """The newest of note that a rank printed. It opens nothing by itself: it is quoted where the rank's exit is."""
+    state = state._replace(roots=blame.logged(state.roots, data)) if data.traceback else state
     launcher = next((one for one in data.launcher if one.root_cause), None)
     if launcher is not None:
         text = f"the launcher saw rank {launcher.rank} on {launcher.host} fail first, with code {launcher.code}"
@@ -291,7 +298,11 @@ def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, cl
         return state
     ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=FAILED))
     state = state._replace(ranks=ranks, heard_ns=heard_ns, failed=state.failed + 1)
-    ending = reading(data, seen.node, dict(state.words).get(data.rank, ""))
+    ended_ns = blame.ended_ns(data, seen.seen_ns)
+    whole = blame.worth_reading(state.roots, ended_ns)
+    ending = reading(data, seen.node, dict(state.words).get(data.rank, ""), whole=whole)
+    if whole and not state.asked:
+        state = _blamed(state, seen, data, ending, ended_ns, claims)
     if state.said >= clock.settings.exits_each_max:
         return state._replace(
             unsaid=state.unsaid + 1,
@@ -312,6 +323,24 @@ def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, cl
     )
     claims.append(Claim(seen.job, state.attempt, signal, (seen.event.id,)))
     return state._replace(said=state.said + 1)
+
+
+def _blamed(state: JobState, seen: Seen, data: RankExit, ending: Ending, ended_ns: int, claims: list[Claim]) -> JobState:
+    """That the code is to blame, if it is: beside the exit, and before it."""
+    roots, found = blame.blamed(state.roots, data, ending, ended_ns)
+    if found is not None:
+        signal = Signal(
+            symptom="user_code_error",
+            node=seen.node,
+            rank=data.rank,
+            confidence=found.confidence,
+            rule="exception_by_code" if found.confidence == "high" else "exception_unclear",
+            evidence=quote(found.evidence),
+            seen_ns=seen.seen_ns,
+            step=state.step,
+        )
+        claims.append(Claim(seen.job, state.attempt, signal, (seen.event.id,)))
+    return state._replace(roots=roots)
 
 
 # --- time passes --------------------------------------------------------------------------------------------------------------

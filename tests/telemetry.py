@@ -108,9 +108,11 @@ class Story:
 
     def exited(
         self, at_s: float, rank: int, *, code: int | None = None, signal: int | None = None, asked: bool = False, stderr: str = "",
-        attempt: int = 1, world: int = 2, job: str = "gpt", **more: Any,
+        attempt: int = 1, world: int = 2, job: str = "gpt", ended_ns: int = 0, **more: Any,
     ) -> Record:  # fmt: skip
-        fact = RankExit(rank=rank, world_size=world, code=code, signal=signal, asked=asked, stderr_tail=stderr)
+        fact = RankExit(
+            rank=rank, world_size=world, code=code, signal=signal, asked=asked, stderr_tail=stderr, ended_ns=ended_ns
+        )
         return self.say(at_s, f"n{rank}", fact, job=job, attempt=attempt, on_job=True, **more)
 
     def processes(self, at_s: float, rank: int, state: str, *, attempt: int = 1, job: str = "gpt", **more: Any) -> Record:
