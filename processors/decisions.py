@@ -54,10 +54,24 @@ def evict(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Sit
 
 
 def out(
-    fleet: Fleet, job: Job, incident: Incident, base: Base, rule: str, situation: Situation, bad: tuple[str, ...], why: str
+    fleet: Fleet,
+    job: Job,
+    incident: Incident,
+    base: Base,
+    rule: str,
+    situation: Situation,
+    bad: tuple[str, ...],
+    why: str,
+    group: tuple[str, int] = ("", 0),
 ) -> list[Fact]:
     """These machines are to go, and what stands against it is a veto, told to a person."""
-    what: dict[str, Any] = {"rung": "evict", "rule": rule, "situation": word(situation)}
+    what: dict[str, Any] = {
+        "rung": "evict",
+        "rule": rule,
+        "situation": word(situation),
+        "group": group[0],
+        "group_size": group[1],
+    }
     mode = fleet.policy.mode_of(rule)
     if mode != "observe" and fleet.held(job.name):  # made again when it is released, by what is then known
         return [decision(fleet, job, incident, base, nodes=bad, because=why, **what)]

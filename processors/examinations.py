@@ -15,10 +15,12 @@ from events.action import OutcomeRecorded
 from events.decision import IntentIssued, MachineJudged, Verdict
 from events.envelope import TEXT_MAX, Fact
 from events.job import Mode
-from processors import diagnosis, group_test
+from processors import diagnosis, group_test, parallel_groups
 from processors.decisions import Base, cut, decision, intent, restore_below
 from processors.ladder import EXAMINATIONS, Situation
 from processors.state import Fleet, Job, Plan, with_incident
+
+SLOW, METRIC = Situation.SLOW.name.lower(), Situation.METRIC.name.lower()
 
 
 class Found(NamedTuple):
@@ -35,15 +37,13 @@ def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
     nodes = tuple(place.node for place in job.places if place.node not in job.evicted and place.node not in job.silent)
     verb = EXAMINATIONS[plan.rung][0]
     if verb == "capture_stacks":
-        slow = plan.situation == Situation.SLOW.name.lower()
-        rounds, every_s = (rules.slow_rounds, rules.slow_every_s) if slow else (1, 0.0)
+        rounds, every_s = (rules.slow_rounds, rules.slow_every_s) if plan.situation == SLOW else (1, 0.0)
         return intent(
             fleet, job, plan, base, verb=verb, nodes=tuple(place.node for place in job.places), attempt=job.attempt, places=job.ranks,
             world_size=sum(place.count for place in job.ranks), rounds=rounds, every_s=every_s,
         )  # fmt: skip
     if verb == "diagnose":
-        metric = plan.situation == Situation.METRIC.name.lower()
-        tests = rules.metric_tests if metric else rules.tests
+        tests = rules.metric_tests if plan.situation == METRIC else rules.tests
         return intent(
             fleet, job, plan, base, verb=verb, nodes=nodes, attempt=job.attempt, tests=tests, within_s=rules.tests_within_s
         )
@@ -54,11 +54,11 @@ def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
     )  # fmt: skip
 
 
-def concluded(job: Job, plan: Plan, outcome: OutcomeRecorded) -> Job:
+def concluded(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Job:
     """The job after an examination's outcome: the ladder goes on from what was found."""
     verb, rule = EXAMINATIONS[plan.rung]
     if outcome.result == "done":
-        found = _FOUND[verb](job, outcome)
+        found = _FOUND[verb](fleet, job, plan, outcome)
     else:
         found = Found((), f"{plan.rung.replace('_', ' ')} came to nothing ({outcome.result}: {outcome.detail})")
     return with_incident(
@@ -74,13 +74,31 @@ def is_whole(job: Job, nodes: tuple[str, ...]) -> bool:
     return len(nodes) >= len(job.places)
 
 
-def _by_stacks(job: Job, outcome: OutcomeRecorded) -> Found:
-    ranks = {r for round_ in outcome.stacks for r in round_.outliers}
-    nodes = tuple(p.node for p in job.ranks if ranks & set(range(p.first_rank, p.first_rank + p.count)))
-    return Found(nodes, f"ranks {sorted(ranks)} stand apart")
+def _by_stacks(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
+    """Of a stall, the smallest group that covers all who stand apart; of a slow run, the one that most rounds flag."""
+    declared = job.declared
+    rounds = [round_.outliers for round_ in outcome.stacks]
+    seen = "; ".join(outcome.stacks[-1].stuck_at[:4]) if outcome.stacks else ""
+    told = f"ranks {', '.join(map(str, rounds[-1][:16]))} stand apart" if rounds and rounds[-1] else "no rank stands apart"
+    told += f" ({seen})" if seen else ""
+    try:
+        layout = parallel_groups.Layout(declared.tp, declared.pp, declared.dp, declared.ranks_per_node, declared.rank_order)
+        if plan.situation == SLOW:
+            voted = parallel_groups.vote(layout, rounds)
+            told = f"{voted.group.name} stands apart in {voted.flags} of {len(rounds)} rounds of stacks" if voted else told
+            enough = fleet.policy.decider.slow_flags_share_min * len(rounds)
+            group = voted.group if voted and voted.flags >= enough else None
+        else:
+            group = parallel_groups.smallest_cover(layout, rounds[-1]) if rounds else None
+    except parallel_groups.BadLayout as error:
+        return Found((), f"{told}, and the job's layout does not fit: {error}")
+    if group is None:
+        return Found((), told)
+    nodes = tuple(job.places[machine].node for machine in group.machines if machine < len(job.places))
+    return Found(nodes, f"{told}; {group.name} covers them: {', '.join(nodes[:8])}", group.name)
 
 
-def _by_tests(job: Job, outcome: OutcomeRecorded) -> Found:
+def _by_tests(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
     named = diagnosis.suspects([result for result in outcome.tests if result.test != "answers"])  # silence is judged elsewhere
     if not named:
         return Found((), "tests passed")
@@ -95,13 +113,13 @@ def groups_for(job: Job) -> tuple[tuple[tuple[str, ...], ...], ...] | str:
     return f"no group test: {planned.because}" if isinstance(planned, group_test.NoPlan) else tuple(planned.groups)
 
 
-def _by_replays(job: Job, outcome: OutcomeRecorded) -> Found:
+def _by_replays(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
     found = group_test.locate(group_test.groups_of(outcome.replays), outcome.replays)
     named = found.suspects if found.outcome in ("located", "located_once", "one_of_several") else found.certain
     return Found(named, f"replays in groups: {found.because}")
 
 
-_FOUND: Mapping[str, Callable[[Job, OutcomeRecorded], Found]] = {
+_FOUND: Mapping[str, Callable[[Fleet, Job, Plan, OutcomeRecorded], Found]] = {
     "capture_stacks": _by_stacks, "diagnose": _by_tests, "group_test": _by_replays,
 }  # fmt: skip
 

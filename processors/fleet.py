@@ -253,7 +253,7 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     if plan is None or data.key not in plan.pending:
         return fleet.put(job)
     if data.verb in EXAMINED_BY:
-        return fleet.put(concluded(job, plan, data))
+        return fleet.put(concluded(fleet, job, plan, data))
     plan = plan._replace(pending={key: verb for key, verb in plan.pending.items() if key != data.key})
     bad = data.result != "done"
     if data.verb == "stop_attempt" and bad and data.nodes:  # machines that are taken out need not have answered

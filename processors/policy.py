@@ -263,6 +263,8 @@ class Decider(_Section):
     #: Stacks of a stalled job are taken once, of a slow one in so many rounds, so far apart.
     slow_rounds: Annotated[int, Field(ge=1, le=100)] = 5
     slow_every_s: Seconds = 10.0
+    #: A group must stand apart in at least this share of the rounds.
+    slow_flags_share_min: Annotated[float, Field(gt=0, le=1)] = 0.6
     #: A parallel group of more machines, or of more than this share of the job's, is not evicted on the word of stacks.
     group_machines_max: Count = 16
     group_share_max: Annotated[float, Field(ge=0, lt=1)] = 0.5

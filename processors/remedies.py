@@ -59,7 +59,8 @@ def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:
         against = _against_group(fleet, job, suspects)
         if against:
             return answer(fleet, job, incident, base, situation, f"{why}; not evicted, since {against}")
-    return out(fleet, job, incident, base, incident.suspected_by, situation, suspects, f"{situation.value}; {why}")
+    group = (incident.group, len(suspects)) if incident.group else ("", 0)
+    return out(fleet, job, incident, base, incident.suspected_by, situation, suspects, f"{situation.value}; {why}", group)
 
 
 def _against_group(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
