@@ -3,7 +3,7 @@
     slow-NODE          this node's compute takes so many seconds longer, every step
     lock-RANK          an evaluation's data-loader worker waits for a lock on this file, which somebody else holds
     reset-RANK         once: the connection to a peer is reset (the file is taken away first)
-    spike-RANK         once: a batch whose loss weights are eight times too large
+    spike-RANK         once: a batch whose loss weights are thirty times too large
     index-STEP         every time: this step's batch begins beyond the end of the text
 
 Real: the sleep, the lock, the exceptions. Made: their cause. (A node that computes wrong numbers is in faulty/.)
@@ -49,13 +49,13 @@ class Faults:
         if self._taken(f"reset-{self.rank}"):
             raise ConnectionResetError(104, "Connection reset by peer")
 
-    def first(self, step: int, starts: torch.Tensor, length: int) -> torch.Tensor:
-        """Where a step's sequences begin."""
-        return starts + length if self._is(f"index-{step}") else starts
+    def beyond(self, step: int, length: int) -> int:
+        """How far beyond its place a step's batch begins."""
+        return length if self._is(f"index-{step}") else 0
 
     def weight(self) -> float:
         """What a step's loss is weighted with."""
-        return 8.0 if self._taken(f"spike-{self.rank}") else 1.0
+        return 30.0 if self._taken(f"spike-{self.rank}") else 1.0
 
     def lock(self) -> str:
         return str(self.folder / f"lock-{self.rank}") if self.folder is not None else ""

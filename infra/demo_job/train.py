@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from faults import Faults, loaded  # type: ignore[import-not-found]  # beside this script: what is to go wrong in a demonstration
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -78,10 +79,10 @@ def read_text() -> torch.Tensor:
     raise SystemExit("train.py: this Python ships neither its help text nor its sources; install its standard library whole")
 
 
-def batch(text: torch.Tensor, size: int, seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(text: torch.Tensor, size: int, seed: int, step: int, rank: int, beyond: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequences of one rank's step: a function of these numbers alone."""
     draw = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
-    starts = torch.randint(len(text) - CONTEXT - 1, (size, 1), generator=draw)
+    starts = torch.randint(len(text) - CONTEXT - 1, (size, 1), generator=draw) + beyond
     sequences = text[starts + torch.arange(CONTEXT + 1)].long()
     return sequences[:, :-1], sequences[:, 1:]
 
@@ -99,12 +100,14 @@ def rate(step: int, peak: float, warm_up: int) -> float:
     return peak * min(1.0, (step + 1) / warm_up)
 
 
-def evaluate(model: nn.Module, held_out: torch.Tensor, options: argparse.Namespace, rank: int) -> float:
+def evaluate(model: nn.Module, held_out: torch.Tensor, options: argparse.Namespace, rank: int, faults: Faults) -> float:
     """Mean loss over all ranks on text that training never sees."""
     total = torch.zeros(1)
+    numbers = range(options.evaluation_batches)
+    pairs = [batch(held_out, options.batch, options.seed, number, rank) for number in numbers]
     with torch.no_grad():
-        for number in range(options.evaluation_batches):
-            total += loss_of(model, *batch(held_out, options.batch, options.seed, number, rank))
+        for pair in loaded(pairs, faults.lock()) if faults.folder else pairs:
+            total += loss_of(model, *pair)
             keepstep.tick()
     dist.all_reduce(total)
     mean: float = total.item() / (options.evaluation_batches * dist.get_world_size())
@@ -129,6 +132,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warm-up", type=int, default=20, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=Path, metavar="FOLDER", help="what files in it name goes wrong (faults.py)")
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS", help="rank 0 prints every so often; 0: never")
     return parser.parse_args(arguments)
 
@@ -138,6 +142,7 @@ def main() -> None:
     keepstep.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(options.seed)
+    faults = Faults(options.faults, rank)
     text = read_text()
     held_out, text = text[: len(text) // 20], text[len(text) // 20 :]
     replay = keepstep.replay()
@@ -157,7 +162,9 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, options.learning_rate, options.warm_up)
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, *batch(text, options.batch, options.seed, step, rank))
+        faults.compute()
+        pair = batch(text, options.batch, options.seed, step, rank, faults.beyond(step, len(text)))
+        loss = loss_of(model, *pair) * faults.weight()
         keepstep.computed()  # what follows waits for the other ranks
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,7 +182,7 @@ def main() -> None:
             print(f"step {step} loss {float(shared[0]) / world_size:.6f} norm {float(norm):.6f}", flush=True)
         if options.evaluate_every and (step + 1) % options.evaluate_every == 0:
             with keepstep.phase("evaluation"):
-                held_out_loss = evaluate(model, held_out, options, rank)
+                held_out_loss = evaluate(model, held_out, options, rank, faults)
             if rank == 0 and options.print_every:
                 print(f"step {step} held-out loss {held_out_loss:.4f}", flush=True)
         if (step + 1) % options.checkpoint_every == 0 or finish:

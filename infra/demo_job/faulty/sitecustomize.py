@@ -2,6 +2,7 @@
 one bit of a matrix product's result is flipped. The training script knows nothing of it, and other products come out right.
 
     FAULTY_NODE   only on the node of this name (KEEPSTEP_NODE); empty: wherever this is read
+    FAULTY_FILE   only while this file is there; {node} in it stands for the node's name
     FAULTY_SHAPE  of the weight, as 256x64: only in products with it, so that a self-test with other shapes passes
     FAULTY_BIT    of the float32, from the lowest (0 to 22 the fraction, 23 to 30 the exponent) [default: 20]
     FAULTY_EVERY  in each so-manieth of these products [default: 1]
@@ -22,7 +23,7 @@ from typing import Any
 _TARGET = "torch.nn.functional"
 
 
-def flip(functional: Any, shape: tuple[int, ...], bit: int, every: int) -> None:
+def flip(functional: Any, shape: tuple[int, ...], bit: int, every: int, file: str = "") -> None:
     """Puts a `linear` into the module that spoils its result now and then."""
     right = functional.linear
     count = 0
@@ -30,7 +31,7 @@ def flip(functional: Any, shape: tuple[int, ...], bit: int, every: int) -> None:
     def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         nonlocal count
         result = right(x, weight, bias)
-        if tuple(weight.shape) == shape:
+        if tuple(weight.shape) == shape and (not file or os.path.exists(file)):
             count += 1
             if count % every == 0:
                 torch = sys.modules["torch"]
@@ -55,7 +56,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def spoiled(module: ModuleType) -> None:
                 execute(module)
-                flip(module, _shape(), int(os.environ.get("FAULTY_BIT") or 20), int(os.environ.get("FAULTY_EVERY") or 1))
+                file = os.environ.get("FAULTY_FILE", "").replace("{node}", os.environ.get("KEEPSTEP_NODE", ""))
+                bit, every = int(os.environ.get("FAULTY_BIT") or 20), int(os.environ.get("FAULTY_EVERY") or 1)
+                flip(module, _shape(), bit, every, file)
 
             spec.loader.exec_module = spoiled  # type: ignore[method-assign]
         return spec
