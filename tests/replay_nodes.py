@@ -48,6 +48,7 @@ class Cluster:
         self.news: list[tuple[str, RankNews]] = []
         self.dead: set[str] = set()
         self.asked: list[tuple[str, NodeCommand]] = []
+        self.answers: list[CommandAnswered] = []
 
     async def start(self) -> None:
         for name in self.names:
@@ -71,17 +72,20 @@ class Cluster:
             raise Unanswered(f"the agent of {node} did not answer")
         try:
             async with asyncio.timeout(within_s):
-                return await self.hosts[node].handle(command)
+                answer = await self.hosts[node].handle(command)
         except TimeoutError:
             raise Unanswered(f"the agent of {node} did not answer {command.verb} within {within_s:g} s") from None
+        self.answers.append(answer)
+        return answer
 
     def processes(self) -> list[Process]:
         """Of any node, whatever they are."""
         return [process for name in self.names for process, _ in marked(host_mark(self.folder / name) + "/")]
 
-    async def park(self, declared: JobDeclared, within_s: float = 60.0) -> None:
-        """A worker of the job on each node, warm."""
-        for name, host in self.hosts.items():
+    async def park(self, declared: JobDeclared, names: list[str], within_s: float = 60.0) -> None:
+        """Workers of the job on some nodes, warm."""
+        hosts = {name: self.hosts[name] for name in names}
+        for name, host in hosts.items():
             place = RankPlace(node=name, first_rank=0, count=declared.ranks_per_node)
             command = NodeCommand(
                 key=f"park/{name}", verb="park", job=declared.job, attempt=0, place=place, command=declared.command,
@@ -89,7 +93,7 @@ class Cluster:
             )  # fmt: skip
             await host.handle(command)
         async with asyncio.timeout(within_s):
-            while not all(host.parked() == declared.ranks_per_node for host in self.hosts.values()):
+            while not all(host.parked() == declared.ranks_per_node for host in hosts.values()):
                 await asyncio.sleep(0.02)
 
 

@@ -1,0 +1,66 @@
+"""The group test with the demo's training job: really training, over gloo, on six nodes of this machine, one of which computes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actuators.local import Local
+from processors.group_test import Plan, locate, plan
+from tests.hook_agent import HOOK
+from tests.replay_nodes import FAULTY, FAULTY_SHAPE, SMALL, TRAIN, Cluster, declared, work
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.slow
+async def test_two_rounds_name_the_node_that_computes_wrong_numbers(tmp_path: Path) -> None:
+    """One bit of the fraction of one number of one product with the job's own shape, on one node of six: no crash, no NaN. Some workers
+    are parked, others start cold: that must not show in what they compute."""
+    names = [f"node-{i}" for i in range(6)]
+    made = plan(names, pp=1, dp=6)
+    assert isinstance(made, Plan) and (made.m, made.n) == (2, 3)
+    faulty = (("PYTHONPATH", str(FAULTY)), ("FAULTY_NODE", "node-3"), ("FAULTY_SHAPE", FAULTY_SHAPE), ("FAULTY_BIT", "18"))
+    cluster = Cluster(tmp_path, names)
+    await cluster.start()
+    try:
+        job = declared(tmp_path, names, environment=(("OMP_NUM_THREADS", "1"), *faulty))
+        await cluster.park(job, ["node-1", "node-3"])
+        done = await Local().group_test(work(job, made.groups), cluster)
+    finally:
+        await cluster.close()
+    assert done.result == "done", done
+    said = "\n".join(f"{result.phase} {result.group} {result.nodes} {result.detail}" for result in done.replays)
+    found = locate(made.groups, done.replays)
+    assert (found.outcome, found.suspects, found.certain) == ("located", ("node-3",), ("node-3",)), f"{found}\n{said}"
+    assert sum("the same bit for bit in 4 of 6 replays" in result.detail for result in done.replays) == 4, said
+    assert sum("from step 0 on all ranks computed something else" in result.detail for result in done.replays) == 2, said
+    assert any("1 of them warm" in answer.detail for answer in cluster.answers), [answer.detail for answer in cluster.answers]
+    assert cluster.news == [] and cluster.processes() == []
+    assert not (tmp_path / "job" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_job_replays_a_part_of_its_model_from_a_checkpoint(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
+    environment |= {
+        "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        "KEEPSTEP_STORE_PREFIX": "gpt/1", "KEEPSTEP_JOB": "gpt", "KEEPSTEP_ATTEMPT": "1", "KEEPSTEP_RANK": "0", "KEEPSTEP_RESTORE": "",
+        "KEEPSTEP_CHECKPOINTS": str(tmp_path / "checkpoints"),
+    }  # fmt: skip
+    command = [sys.executable, str(TRAIN), *SMALL, "--layers", "2", "--checkpoint-every", "1", "--steps"]
+    subprocess.run([*command, "2"], env=environment, check=True, timeout=60)
+    there = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in there] == ["step-00000000", "step-00000001"]
+    trace = tmp_path / "trace"
+    environment |= {
+        "KEEPSTEP_RESTORE": str(there[1]), "KEEPSTEP_REPLAY_STEPS": "2", "KEEPSTEP_REPLAY_LAYERS": "1", "KEEPSTEP_REPLAY_TRACE": str(trace),
+    }  # fmt: skip
+    subprocess.run([*command, "1000"], env=environment, check=True, timeout=60)
+    assert [json.loads(line)["step"] for line in trace.read_text().splitlines()] == [2, 3]
+    assert sorted((tmp_path / "checkpoints").iterdir()) == there
