@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from events.finding import REPLAY_PHASES as PHASES
 from events.finding import ReplayPhase as Phase
 from events.finding import ReplayResult
+from events.job import RankOrder
 
 
 class Groups(NamedTuple):
@@ -71,10 +72,18 @@ class NoPlan:
 
 
 def plan(
-    machines: int | Sequence[str], *, pp: int, dp: int, tp: int = 1, ranks_per_node: int | None = None, k: int | None = None
+    machines: int | Sequence[str],
+    *,
+    pp: int,
+    dp: int,
+    tp: int = 1,
+    ranks_per_node: int | None = None,
+    k: int | None = None,
+    rank_order: RankOrder = "tp-pp-dp",
 ) -> Plan | NoPlan:
-    """Groups for machines in the order of their ranks (rank = (dp * PP + pp) * TP + tp); a number stands for machines "0", "1", ...
-    `ranks_per_node`: by default TP fills a machine. `k`: pipelines (or sets of pipelines that end at a machine's edge) to a group."""
+    """Groups for machines in the order of their ranks (see processors.parallel_groups); a number stands for machines "0", "1", ...
+    `ranks_per_node`: by default TP fills a machine. `k`: pipelines (or sets of pipelines that end at a machine's edge) to a group. A group's
+    machines are in the order that the job has them in, so that the ranks of its own world are laid out alike."""
     names = tuple(map(str, range(machines))) if isinstance(machines, int) else tuple(machines)
     per_node = tp if ranks_per_node is None else ranks_per_node
     if min(pp, dp, tp, per_node) < 1 or (k is not None and k < 1):
@@ -85,6 +94,10 @@ def plan(
     pipeline = lcm(tp * pp, per_node) // per_node // together
     blocks = [names[at : at + together] for at in range(0, len(names) - together + 1, together)]
     count = len(blocks)
+    if rank_order == "tp-dp-pp" and pp > 1 and count % pp == 0 and count * together * per_node == tp * pp * dp:
+        # A stage fills machines, and the next one begins after all of its copies: number them pipeline by pipeline.
+        pipeline = pp
+        blocks = [blocks[stage * (count // pp) + copy] for copy in range(count // pp) for stage in range(pp)]
     if count < 2 * pipeline:
         return NoPlan(
             f"TP {tp} and PP {pp} at {per_node} ranks a machine take {_machines(pipeline * together)}: "
@@ -98,7 +111,10 @@ def plan(
         return NoPlan(
             f"k {chosen} makes groups of {_machines(m * together)}, and of {len(names)} no two of them; k goes to {most} here"
         )
-    horizontal, vertical = _partitions(blocks, m, n)
+    place = {name: at for at, name in enumerate(names)}
+    horizontal, vertical = (
+        tuple(tuple(sorted(group, key=place.__getitem__)) for group in phase) for phase in _partitions(blocks, m, n)
+    )
     return Plan(
         machines=names, tp=tp, pp=pp, dp=dp, ranks_per_node=per_node, k=chosen, m=m * together, n=n, together=together,
         suspects_max=-(-m // n) * together, groups=Groups(horizontal, vertical), notes=_notes(names, tp, pp, dp, per_node, m, n, together),

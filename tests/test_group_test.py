@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from itertools import combinations
 from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from processors.group_test import Groups, Located, NoPlan, Plan, groups_of, loca
 SMALL = [(m, n) for m in range(1, 9) for n in range(2, 13)]
 
 
-def planned(machines: int, **more: int) -> Plan:
+def planned(machines: int, **more: Any) -> Plan:
     made = plan(machines, **more)
     assert isinstance(made, Plan), made
     return made
@@ -259,6 +260,19 @@ def test_layouts() -> None:
     assert made.together == 2 and ("0", "1", "8", "9") in made.groups.vertical
     found = locate(made.groups, replayed(made.groups, {"9"}))
     assert (found.outcome, found.suspects) == ("one_of_several", ("8", "9"))
+
+
+def test_in_the_order_of_megatron_a_pipeline_is_no_row_of_neighbours() -> None:
+    made = planned(24, pp=4, dp=6, rank_order="tp-dp-pp")
+    assert made.groups.horizontal[1] == ("1", "7", "13", "19")  # copy 1: one machine of each stage, in the order of the stages
+    assert {len(set(a) & set(b)) for a in made.groups.horizontal for b in made.groups.vertical} == {0, 1}
+    assert all(locate(made.groups, replayed(made.groups, {x})).suspects == (x,) for x in made.machines)
+    # four copies of one stage on a machine: a pipeline takes as many machines as it has stages
+    made = planned(32, pp=4, dp=32, tp=2, ranks_per_node=8, rank_order="tp-dp-pp")
+    assert (made.m, made.n, made.dp_a_group, made.suspects_max) == (4, 8, 4, 1)
+    assert made.groups.horizontal[0] == ("0", "8", "16", "24")
+    # machines that are not the layout's: as they come
+    assert planned(23, pp=4, dp=6, rank_order="tp-dp-pp").groups == planned(23, pp=4, dp=6).groups
 
 
 def test_two_thousand_machines_are_planned_and_located_at_once() -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from events.finding import REPLAY_PHASES as PHASES
 from events.finding import ReplayPhase, ReplayResult
+from events.job import RankOrder
 from infra.cli.common import FINE, FOUND, JsonOption, Refused, clean, console, put, show_json
 from infra.topology_hostlist import BadHostlist, expand
 from processors.group_test import Groups, Located, NoPlan, Plan, locate, plan
@@ -35,11 +36,12 @@ def register(app: typer.Typer) -> None:
         dp: Annotated[int, typer.Option("--dp", min=1, help="Its data-parallel copies")],
         tp: Annotated[int, typer.Option("--tp", min=1, help="Its tensor-parallel ranks")] = 1,
         ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="[default: TP fills a machine]")] = None,
+        rank_order: Annotated[RankOrder, typer.Option("--rank-order", help="What of a rank's place counts fastest; tp-dp-pp is Megatron-LM's")] = "tp-pp-dp",
         k: Annotated[int | None, typer.Option("--k", min=1, help="Pipelines to a group [default: chosen]")] = None,
         json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Plan both rounds: groups of neighbours, then groups with a stride; TP and PP kept."""
-        made = plan(_machines(machines), pp=pp, dp=dp, tp=tp, ranks_per_node=ranks_per_node, k=k)
+        made = plan(_machines(machines), pp=pp, dp=dp, tp=tp, ranks_per_node=ranks_per_node, k=k, rank_order=rank_order)
         if isinstance(made, NoPlan):
             raise Refused(made.because)
         if json:
