@@ -83,7 +83,7 @@ class HoldReleased(Fact):
 
 class RestartRequested(Fact):
     """A planned restart. It is no incident; it ends one that is open. `symptom`: what the census counts it as. `at_next_restart`: nothing
-    is restarted for it; it goes with the next restart of whatever reason."""
+    is restarted for it until the policy's window ends; it goes with the next restart of whatever reason."""
 
     TYPE: ClassVar[str] = "keepstep.restart_requested.v1"
     job: str = Field(min_length=1, max_length=NAME_MAX)

@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
     def update(
         revision: Annotated[str, typer.Argument(help="Commit, tag or branch of the job's repository")],
         reason: Reason, job: Annotated[str, typer.Argument()] = "",
-        lazily: Annotated[bool, typer.Option("--lazily", help="With the next restart of whatever reason, instead of now")] = False,
+        lazily: Annotated[bool, typer.Option("--lazily", help="With the next restart of whatever reason, or when the policy's update_window_s (a day) ends, instead of now")] = False,
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Change a job's code in place: restarted at once (or --lazily) at another commit, on the same machines, from warm workers."""
