@@ -21,6 +21,7 @@ from events.decision import (
     TimerSet,
 )
 from events.job import Place
+from processors.attribution import BESIDE, Beside, Sighting
 from processors.ladder import AFTER, EVICTIONS, EXAMINATIONS
 from processors.state import (
     AILING,
@@ -50,7 +51,24 @@ def _opened(fleet: Fleet, event: Told, data: IncidentOpened) -> Fleet:
     return fleet.put(job._replace(incident=incident, epoch=data.epoch))
 
 
+#: So many sightings are remembered.
+SIGHTINGS_MAX = 64
+
+
+def _remembered(fleet: Fleet, data: EvidenceJudged) -> Fleet:
+    """What a later judgement of code or machine will be joined from."""
+    place = fleet.machines.get(data.node)
+    if data.ambiguous:
+        rack = place.rack if place else ""
+        seen = Sighting(data.ambiguous, data.job, data.node, data.seen_ns, data.attempt, rack=rack, step=data.step)
+        return fleet._replace(sightings=(*fleet.sightings[-SIGHTINGS_MAX + 1 :], seen))
+    if data.symptom in BESIDE and data.node and data.confidence != "sympathetic":
+        return fleet._replace(beside=(*fleet.beside[-SIGHTINGS_MAX + 1 :], Beside(data.symptom, data.node, data.seen_ns)))
+    return fleet
+
+
 def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
+    fleet = _remembered(fleet, data)
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet

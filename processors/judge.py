@@ -9,6 +9,7 @@ from events.decision import EvidenceJudged, IncidentOpened
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import Signal, SignalCleared
+from processors import attribution
 from processors.state import AILING, HUNG, METRICS, NAMING, Fleet, Job
 
 #: Symptoms of the job as a whole that open an incident by themselves.
@@ -62,11 +63,24 @@ def judge(fleet: Fleet, job: Job | None, event: AnyEvent, base: dict[str, Any]) 
             step=signal.step,
             seen_ns=signal.seen_ns,
             bad_step=signal.bad_step,
+            ambiguous=ambiguous(signal),
             quote=signal.evidence if signal.symptom == "user_code_error" else "",
             **base,
         )
     )
     return facts
+
+
+def ambiguous(signal: Signal) -> str:
+    """What it is that code and machines both cause, by the words of processors.attribution; '' for anything else."""
+    if signal.rule in attribution.PRIOR or signal.rule in attribution.ECHOES:
+        return signal.rule
+    if signal.symptom in _AMBIGUOUS:
+        return _AMBIGUOUS[signal.symptom]
+    return "illegal_access" if "illegal memory access" in signal.evidence else ""
+
+
+_AMBIGUOUS = {"job_hang": "hang", "nan_value": "nan"}
 
 
 def _in_trouble(job: Job) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from events.clock import NS
 from events.decision import Rung
 from events.envelope import Fact
 from processors import revisions
+from processors.attribution import PRIOR, attributed
 from processors.budget import over_budget
 from processors.decisions import (
     CAREFUL,
@@ -24,7 +26,7 @@ from processors.decisions import (
     word,
 )
 from processors.examinations import groups_for, is_whole
-from processors.ladder import AFTER, LADDER, Situation, rule_of
+from processors.ladder import AFTER, LADDER, Last, Situation, rule_of
 from processors.state import Fleet, Incident, Job
 
 #: Facts of a rung that is taken; or why it can't be, in words that go on a sentence.
@@ -34,6 +36,8 @@ Remedy = Callable[[Fleet, Job, Incident, Base, Situation, str], "list[Fact] | st
 def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
     """The next rung of the incident's ladder. Each that can't be taken is passed over, and said."""
     last, because = incident.last, f"{situation.value}; {why}"
+    if last is Last.NOTHING and (stated := judgement(fleet, job, incident)):
+        because = f"{because}; {stated}"
     while (rung := LADDER[situation][last]) in REMEDIES:
         last = AFTER[rung]
         if rung not in fleet.policy.decider.rungs:
@@ -46,6 +50,23 @@ def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Si
     used = f"reattempts {incident.reattempts} of at most {rules.reattempts_max}, recoveries {incident.recoveries} of at most "
     because = f"{because}; used: {used}{rules.recoveries_max}"
     return hand_over(fleet, job, incident, base, rule_of(situation, "hand_over"), because, situation=situation)
+
+
+def judgement(fleet: Fleet, job: Job, incident: Incident) -> str:
+    """Of what both code and machines cause, seen in this incident: which it is more likely, from all that is known of job and nodes."""
+    since = incident.first_evidence_ns - int(fleet.policy.attribution.together_s * NS)
+    mine = [s for s in fleet.sightings if s.job == job.name and s.seen_ns >= since]
+    roots = [s for s in mine if s.kind in PRIOR] or mine
+    if not roots:
+        return ""
+    racks = len({place.rack for place in job.places if place.rack})
+    new = bool(job.revision) and job.revision != job.stable
+    others = [s for s in fleet.sightings if s is not roots[0]]
+    found = attributed(roots[0], others, fleet.beside, fleet.policy.attribution, racks=racks, code_is_new=new)
+    return f"{_FAULT[found.fault]} ({found.because})"
+
+
+_FAULT = {"infra": "likely a machine's", "user": "likely the code's", "undecided": "the code's or a machine's"}
 
 
 def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:

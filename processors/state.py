@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from events.decision import RankPlace, Rung
 from events.job import JobDeclared, OverrideGiven, Place
+from processors.attribution import Beside, Sighting
 from processors.ladder import Last
 from processors.policy import Policy
 
@@ -268,6 +269,9 @@ class Fleet(NamedTuple):
     jobs: Mapping[str, Job] = {}
     holds: Mapping[str, int] = {}
     evictions: tuple[Eviction, ...] = ()
+    #: The last of what both code and machines cause, on whatever job and node, and of what tells for a machine beside it.
+    sightings: tuple[Sighting, ...] = ()
+    beside: tuple[Beside, ...] = ()
     bad_serials: Mapping[str, str] = {}
     #: Every machine that was declared, as a place or a standby: whose it is, where it stands, and how many share what. Evicted ones
     #: count: a budget whose denominator shrank with each eviction would tighten as it is spent.
