@@ -22,9 +22,10 @@ from events.finding import ReplayPhase
 
 #: For both phases, where the intent states no time.
 WITHIN_S = 1800.0
-#: Once half of a phase's groups are through, the rest have this many times as long, and at least so much more: then they hang.
+#: Once half of a phase's groups are through, the rest have this many times as long, and at least so much more: then they hang. A group
+#: whose workers start cold (imports, a device's set-up) is not to be taken for one, beside groups whose workers were parked.
 PATIENCE = 3.0
-PATIENCE_S_MIN = 15.0
+PATIENCE_S_MIN = 120.0
 #: An agent tells what came of a replay this long after its deadline, at most.
 ANSWER_S = 20.0
 #: And so long, at most, that it ended replays: their processes are killed first.
