@@ -230,6 +230,17 @@ def _stacks(at: Examined) -> Tried:
     return Tried("yes", f"py-spy, and tracing is allowed ({held})")
 
 
+def _git(at: Examined) -> Tried:
+    tool = shutil.which("git")
+    if tool is None:
+        return Tried("no", "git is not installed")
+    try:
+        ended = subprocess.run([tool, "version"], capture_output=True, text=True, timeout=TRY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Tried("no", f"{tool}: {error}")
+    return Tried("yes" if ended.returncode == 0 else "no", (ended.stdout or ended.stderr).strip()[:200])
+
+
 def _may_trace() -> bool:
     """Whether a process that is not below this one may be traced, as a rank is not below its agent: tried on one made for it."""
     code = "import os,sys,time\nif os.fork(): os._exit(0)\nos.setsid()\nprint(os.getpid(), flush=True)\ntime.sleep(20)"
@@ -402,6 +413,7 @@ PROBES: tuple[Probe, ...] = (
         "a silent hang names nobody: the whole job is reattempted",
         "AmbientCapabilities=CAP_SYS_PTRACE in the agent's unit, or sysctl kernel.yama.ptrace_scope=0",
     ),
+    Probe("git", "the commit that a job's code is, and those that it goes back to", _git, ("roll_back",), "a job that was declared with a commit does not start here", "install git, or declare jobs with --revision none"),
     Probe("clock", "whether times of two nodes can be compared", _clock, (), "which of two ranks failed first is guessed", "run chrony, ntpd or systemd-timesyncd"),
     Probe("spool", "what is seen while the bus is away", _spool, ("evict", "hand_over"), "what happens while the bus is away is lost", "a folder of the agent's own, with room: --state"),
     Probe("bus", "everything that is sent", _bus, ("evict", "diagnose", "reattempt", "roll_back", "group_test", "hand_over"), "nothing that this node sees is heard", "start NATS (keepstep up), open its port, give the node's key with --seed-file"),

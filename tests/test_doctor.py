@@ -233,3 +233,16 @@ async def test_an_agent_without_privileges_runs_with_what_it_has(tmp_path: Path)
         if client is not None:
             await client.close()
         await asyncio.to_thread(server.stop)
+
+
+def test_git_is_there_or_what_that_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "git").write_text("#!/bin/sh\necho git version 2.39.5\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {}
+    for present in (True, False):
+        if not present:
+            (tmp_path / "git").unlink()
+        found[present] = next(check for check in examine(Examined()) if check.name == "git")
+    assert (found[True].answer, found[True].found) == ("yes", "git version 2.39.5")
+    assert (found[False].answer, found[False].rungs) == ("no", ("roll_back",)) and "--revision none" in found[False].grant
