@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from infra.home import Home
 
 
 async def test_a_bus_that_ends_unasked_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_control(*_: object) -> None: ...
+    async def no_control(*_: object, **more: Any) -> None: ...
 
     monkeypatch.setattr(made, "start_control", no_control)
     told: list[str] = []
