@@ -159,7 +159,8 @@ WRAPPERS = frozenset(
 #: A launcher's own, which it dies of after a rank.
 LAUNCHERS = frozenset({"ChildFailedError", "SignalException"})
 _LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|/python\d[\d.]*/lib/|^<|/keepstep/(?:parked|_\w+|__init__|checkpoint)\.py$|python\d+\.zip/"
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|/python\d[\d.]*/lib/|^<|python\d+\.zip/"
+    r"|/torch/(?:nn|utils|autograd|optim|distributed|cuda|amp|multiprocessing|_\w+)/|/keepstep/(?:parked|_\w+|__init__|checkpoint)\.py$"
 )
 _COLLECTIVES = re.compile(r"/torch/distributed/|/torch/cuda/nccl\.py|/deepspeed/comm/")
 #: A revision's worktree stands for the checkout.

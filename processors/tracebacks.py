@@ -32,6 +32,7 @@ _NAMED = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Timeout|timeout|Failure|Group|StopIteration|StopAsyncIteration|Traceback)$"
 )
 _CAUSE = "The above exception was the direct cause of the following exception:"
+_DUMP = "(most recent call first)"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
 #: A traceback that ends nothing: a destructor's, a callback's that the interpreter swallowed.
 _IGNORED = re.compile(
@@ -131,7 +132,7 @@ class _Reader:
         self.boxed = False
         self._frames: list[Frame] = []
         self._indent = 0
-        self._link, self._ignored, self._begun = "", False, False
+        self._link, self._ignored, self._begun, self._dump = "", False, False, False
         #: Of an exception whose message may go on: its lines, and the blank ones since.
         self._message: list[str] | None = None
         self._blank = False
@@ -140,6 +141,9 @@ class _Reader:
         bare = line.strip()
         if header := _HEADER.match(line):
             self._begin(bare, len(header[1]))
+        elif _DUMP in line:  # where threads stood, innermost first: nothing was raised there
+            self.close()
+            self._frames, self._dump = [], True
         elif bare in (_CAUSE, _CONTEXT):
             self.close()
             self._link = "after" if self.blocks else ""
@@ -169,10 +173,12 @@ class _Reader:
             self._link = "original" if self.blocks else ""
         elif self.boxed and self.blocks and not self._link and "Exception Group" not in bare:
             self._link = "after"
-        self._frames, self._begun, self._indent = [], True, indent
+        self._frames, self._begun, self._dump, self._indent = [], True, False, indent
 
     def _frame(self, match: re.Match[str]) -> None:
         self.close()
+        if self._dump:
+            return
         if not self._frames:
             self._indent = max(0, len(match[1]) - 2)
         if len(self._frames) >= FRAMES_MAX:  # a recursion's: the last ones say where

@@ -203,6 +203,7 @@ def test_no_recorded_failure_of_a_machine_or_a_network_is_the_codes() -> None:
         ([("<frozen runpy>", 88, "_run_code"), ("/workspace/Megatron-LM/megatron/core/a.py", 2, "f")], Frame("/workspace/Megatron-LM/megatron/core/a.py", 2, "f")),
         ([(USER, 9, "main"), ("/tmp/hook/keepstep/_group.py", 31, "init")], Frame(USER, 9, "main")),
         ([("train.py", 3, "<module>"), ("<string>", 1, "f")], Frame("train.py", 3, "<module>")),
+        ([(USER, 9, "main"), ("/opt/pytorch/torch/nn/modules/linear.py", 117, "forward")], Frame(USER, 9, "main")),
     ],
 )  # fmt: skip
 def test_the_frame_is_the_innermost_in_user_code(frames: list[tuple[str, int, str]], where: Frame | None) -> None:
@@ -455,6 +456,12 @@ def test_messages_of_several_lines() -> None:
 )  # fmt: skip
 def test_what_is_no_exception(text: str) -> None:
     assert reading(text) is None
+
+
+def test_a_dump_of_where_threads_stand_lends_no_frames() -> None:
+    dump = 'Timeout (0:00:10)!\nThread 0x00007f (most recent call first):\n  File "/home/me/gpt/wait.py", line 3 in poll\n  File "/home/me/gpt/wait.py", line 4, in run\n'
+    assert read(dump + traceback("TypeError: x")).frame == Frame(USER, 4, "step")
+    assert read(dump + "TypeError: x\n").frame is None
 
 
 def test_an_endless_recursion_points_at_where_it_ended() -> None:
