@@ -119,7 +119,7 @@ class Local:
 
     async def notify(self, work: Work, nodes: Nodes) -> Done:
         log.warning("%s", work.intent.text)
-        return Done("done", "written to the actuators' log; the exec backend can page somebody")
+        return Done("done", "written to the actuators' log; --notify says who else is told")
 
     async def capture_stacks(self, work: Work, nodes: Nodes) -> Done:
         return Done("failed", "this version captures no stacks")
