@@ -265,8 +265,8 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
         plan = plan._replace(failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
     elif data.verb == "start_attempt":
         plan = plan._replace(stage="confirming")
-        if job.revisions.get(job.revision, 0) < 0:  # what a rollback must go back behind
-            job = job._replace(revisions={**job.revisions, job.revision: max(data.restored_step, 0)})
+        if job.revisions.get(job.revision, 0) < 0 <= data.restored_step:  # what a rollback must go back behind
+            job = job._replace(revisions={**job.revisions, job.revision: data.restored_step})
     elif data.verb == "stop_attempt" and plan.stop_only:
         return fleet.put(job._replace(plan=None))
     return fleet.put(_healthy(job._replace(plan=plan)))
