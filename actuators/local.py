@@ -9,6 +9,7 @@ from typing import Any
 
 from actuators.group_test import GroupTest
 from actuators.port import Done, Nodes, Unanswered, Work
+from actuators.stack_rounds import Aggregate, capture_rounds
 from events.action import CommandAnswered, NodeCommand
 from events.decision import RankPlace
 from events.job import JobDeclared
@@ -22,8 +23,16 @@ class Local:
     """`within_s`: for one action as a whole. `unreachable_s`: a node whose agent is silent holds the others up this long at most.
     `grace_s`: what agents give a rank that is stopped gracefully."""
 
-    def __init__(self, *, within_s: float = 60.0, unreachable_s: float = 3.0, grace_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        within_s: float = 60.0,
+        unreachable_s: float = 3.0,
+        grace_s: float = 10.0,
+        aggregate: Aggregate | None = None,
+    ) -> None:
         self.within_s, self.unreachable_s, self.grace_s = within_s, unreachable_s, grace_s
+        self.aggregate = aggregate
         self._parking: set[asyncio.Task[None]] = set()
 
     async def stop_attempt(self, work: Work, nodes: Nodes) -> Done:
@@ -122,7 +131,7 @@ class Local:
         return Done("done", "written to the actuators' log; --notify says who else is told")
 
     async def capture_stacks(self, work: Work, nodes: Nodes) -> Done:
-        return Done("failed", "this version captures no stacks")
+        return await capture_rounds(work, nodes, self.aggregate, self.within_s, _ask_all)
 
     async def diagnose(self, work: Work, nodes: Nodes) -> Done:
         return Done("failed", "this version has no tests of machines")

@@ -12,7 +12,7 @@ from events.finding import ProcessStack
 #: A frame's name is cut there (templates of C++ run to thousands of characters), a stack keeps its innermost and outermost frames,
 #: a process its main thread and so many others.
 NAME_CHARS_MAX, FRAMES_MAX, THREADS_MAX = 160, 64, 16
-_CUT = "… (frames left out)"
+CUT = "… (frames left out)"
 _TEMPLATE = re.compile(r"<[^<>]*>")
 _TEXT_PROCESS = re.compile(r"Process (\d+): ?(.*)")
 _TEXT_THREAD = re.compile(r"Thread (?:0x)?([0-9A-Fa-f]+) \(([^)]*)\)(?:: \"(.*)\")?")
@@ -85,7 +85,7 @@ def _stack(thread: dict[str, Any]) -> str:
     """py-spy gives the innermost frame first."""
     frames = [_frame(frame) for frame in reversed(thread["frames"]) if isinstance(frame, dict)]
     if len(frames) > FRAMES_MAX:
-        frames = [*frames[: FRAMES_MAX // 4], _CUT, *frames[-(FRAMES_MAX - FRAMES_MAX // 4) :]]
+        frames = [*frames[: FRAMES_MAX // 4], CUT, *frames[-(FRAMES_MAX - FRAMES_MAX // 4) :]]
     return ";".join(frames)
 
 

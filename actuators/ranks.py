@@ -24,6 +24,7 @@ from actuators.replays import Replays
 from actuators.revisions import RevisionFailed, Revisions
 from actuators.slot_set import SlotSet, pids
 from actuators.slots import Slot, SlotFailed
+from actuators.stack_capture import Target, captured
 from actuators.tail import secrets_in, shown
 from events.action import CommandAnswered, NodeCommand
 from events.envelope import TEXT_MAX
@@ -213,6 +214,9 @@ class RankHost:
                     detail = await self._fence(command)
                 case "replay":
                     detail, more["replayed"] = await self._replays.handle(command)
+                case "stacks":
+                    final = False  # each time is another look; the answer would fill the memory of what was done
+                    detail, more = await self._stacks(command)
             ok = True
         except Refused as error:
             ok, detail = False, str(error)
@@ -377,6 +381,13 @@ class RankHost:
             spared = {slot.mark for slot in self._slots.there(job) if slot not in theirs}
             strays = await self._slots.sweep(job, spared)
         return f"{len(theirs)} ranks stopped, {strays} stray processes killed, nothing up to attempt {attempt} is left"
+
+    async def _stacks(self, command: NodeCommand) -> tuple[str, dict[str, Any]]:
+        slots = [slot for slot in self._slots.attempt(command.job, command.attempt) if slot.ran and slot.worker]
+        if not slots:
+            raise Refused(f"no rank of attempt {command.attempt} ran here")
+        targets = [Target(slot.record.rank, slot.worker) for slot in slots if slot.worker]
+        return await captured(targets, command.within_s)
 
     async def _fence(self, command: NodeCommand) -> str:
         job = command.job

@@ -39,6 +39,7 @@ from infra.notify_settings import BadNotify, NotifySettings, channels_of, load
 from infra.pager import Pager
 from infra.tasks import ended
 from processors.runbooks import runbook_of_page
+from processors.stacks import aggregate
 
 log = logging.getLogger("keepstep.actuators")
 
@@ -326,7 +327,7 @@ def sender(publish: Callable[[str, bytes], Awaitable[Any]]) -> Send:
 
 def backends_for(script: str, *, within_s: float, unreachable_s: float, limit_s: float) -> dict[str, Backend]:
     """Raises BadScript."""
-    local = Local(within_s=within_s, unreachable_s=unreachable_s)
+    local = Local(within_s=within_s, unreachable_s=unreachable_s, aggregate=aggregate)
     return {"local": local} | ({"exec": Exec(script, local, limit_s=limit_s)} if script else {})
 
 
