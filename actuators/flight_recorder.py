@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from events.rank_set import RANKS_MAX, compact
 DUMP_BYTES_MAX = 64 << 20
 #: Of a rank's pending operations the first so many are kept: the front is what decides.
 PENDING_MAX, GROUPS_MAX = 64, 64
+_NUMBER = re.compile(r"\d{1,9}")
 _TRANSFER = re.compile(r"(send|recv)\s*(\d+)(->|<-)(\d+)\Z")
 
 
@@ -91,7 +93,8 @@ def recording(dump: Any) -> Recording:
         raise BadDump("it has entries that are no list")
     entries = [entry for entry in entries if isinstance(entry, dict)]
     configs = {str(name): config for name, config in _table(dump.get("pg_config")).items() if isinstance(config, dict)}
-    members = {name: _ranks(config.get("ranks")) for name, config in configs.items()}
+    told = {name: _members(_listed(config.get("ranks"))) for name, config in configs.items()}
+    members = {name: ranks for name, (ranks, _) in told.items()}
     kinds = {name: str(config.get("desc") or "") for name, config in configs.items()}
     entered: dict[str, int] = {}
     transfers: set[str] = set()
@@ -123,7 +126,7 @@ def recording(dump: Any) -> Recording:
     names = sorted({*configs, *kinds}, key=lambda name: (name not in entered, name))[:GROUPS_MAX]
     groups = tuple(
         GroupState(
-            group=name[:NAME_MAX], description=kinds.get(name, "")[:NAME_MAX], ranks=_text(members.get(name, ())),
+            group=name[:NAME_MAX], description=kinds.get(name, "")[:NAME_MAX], ranks=told[name][1] if name in told else "",
             entered=entered.get(name, -1),
         )
         for name in names
@@ -150,16 +153,19 @@ def _group_of(entry: dict[str, Any]) -> tuple[str, str]:
     return str(entry.get("pg_id", "")), ""
 
 
-def _ranks(told: Any) -> tuple[int, ...]:
+def _listed(told: Any) -> str:
     """`"[0, 4, 8]"`, in the group's own order, or a list."""
-    found = told if isinstance(told, list | tuple) else re.findall(r"\d{1,9}", told) if isinstance(told, str) else ()
-    ranks = tuple(_int(rank, -1) for rank in found[:RANKS_MAX])
-    return ranks if all(0 <= rank < RANKS_MAX for rank in ranks) else ()
+    return told if isinstance(told, str) else ",".join(map(str, told)) if isinstance(told, list | tuple) else ""
 
 
-def _text(ranks: tuple[int, ...]) -> str:
+@lru_cache(maxsize=1024)
+def _members(listed: str) -> tuple[tuple[int, ...], str]:
+    """In the group's own order, and as events.rank_set; the same for all of its members, so read once. () and "": not known."""
+    ranks = tuple(map(int, _NUMBER.findall(listed)[:RANKS_MAX]))
+    if not all(rank < RANKS_MAX for rank in ranks):
+        return (), ""
     text = compact(ranks)
-    return text if len(text) <= TEXT_MAX else ""
+    return ranks, text if len(text) <= TEXT_MAX else ""
 
 
 def _peer(transfer: re.Match[str] | None, members: tuple[int, ...], name: str, kind: str) -> int:

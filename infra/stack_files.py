@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from actuators import flight_recorder, py_spy
 from actuators.flight_recorder import DUMP_BYTES_MAX, BadDump
@@ -77,6 +78,16 @@ def read(path: Path) -> Found:
     return found
 
 
+def write(folder: Path, processes: Iterable[ProcessStack]) -> None:
+    """A file a rank, as `read` reads it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    by_rank: dict[int, list[Any]] = {}
+    for process in processes:
+        by_rank.setdefault(process.rank, []).append(process.model_dump(mode="json", exclude_defaults=True))
+    for rank, own in by_rank.items():
+        (folder / f"rank_{rank}.json").write_text(json.dumps({"processes": own}, indent=1), "utf-8")
+
+
 def layout_of(path: Path) -> dict[str, Any]:
     """tp, pp, dp, ranks_per_node, rank_order of a YAML or JSON file, as far as it has them, under their common names; `nodes`, a
     list, counts machines. Raises OSError, BadLayout."""
@@ -100,7 +111,7 @@ def layout_of(path: Path) -> dict[str, Any]:
                 if isinstance(value, int) and value > 0:
                     sizes.setdefault(name, value)
         if isinstance(order := table.get("rank_order", table.get("order")), str):
-            sizes.setdefault("rank_order", order)
+            sizes.setdefault("rank_order", "-".join(word for word in order.split("-") if word in ("tp", "pp", "dp")))
         if isinstance(nodes := table.get("nodes", table.get("machines")), list) and nodes:
             sizes.setdefault("nodes", len(nodes))
     if not sizes:
@@ -156,6 +167,11 @@ def _of_rank(raw: bytes, rank: int) -> list[ProcessStack]:
             raise BadStacks("it holds no stack")
         return found
     value = flight_recorder.loads(raw)
+    if isinstance(value, dict) and isinstance(value.get("processes"), list):
+        try:
+            return [ProcessStack.model_validate({**told, "rank": rank}) for told in value["processes"]]
+        except (ValidationError, TypeError):
+            raise BadStacks("it has processes that are not as `keepstep stacks capture` writes them") from None
     if isinstance(value, dict) and not flight_recorder.is_dump(value) and isinstance(value.get("threads"), list):
         return py_spy.from_threads(value["threads"], rank)
     return [ProcessStack(rank=rank, pid=0, **flight_recorder.recording(value).fields())]

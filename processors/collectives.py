@@ -18,9 +18,10 @@ Every comparison is of ranks of one group at one number, so no layout has to be 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from events.finding import PendingOperation, ProcessStack
@@ -49,28 +50,46 @@ class Stuck:
     fronts: Mapping[int, str]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Rank:
+    """`pending` is the process's, or what is left of it. Looked up when asked: most ranks are asked for a single operation."""
+
+    rank: int
+    process: ProcessStack
     pending: tuple[PendingOperation, ...]
-    entered: dict[str, int]
-    #: Where each of its operations is in its queue, and those it is at: the first, and with it all of one batch of transfers.
-    at: dict[Operation, int]
-    fronts: tuple[Operation, ...]
+
+    def fronts(self) -> tuple[Operation, ...]:
+        """The first operation, and with a transfer all of its batch."""
+        if not self.pending:
+            return ()
+        first = self.pending[0]
+        batch = 1
+        while first.peer >= 0 and batch < len(self.pending) and _batched(first, self.pending[batch]):
+            batch += 1
+        return tuple(dict.fromkeys(_operation(self.rank, op) for op in self.pending[:batch]))
+
+    def has(self, operation: Operation) -> bool:
+        group = operation.group
+        return any(op.group == group and _operation(self.rank, op) == operation for op in self.pending)
+
+    def entered(self, group: str) -> int:
+        """Number of the last collective; -1: not known."""
+        told = max((state.entered for state in self.process.groups if state.group == group), default=-1)
+        return max((op.seq for op in self.pending if op.group == group and op.peer < 0), default=told)
 
 
 def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
     """`recorded`: the process of each rank that has a recording; `ranks`: all of the job's, so that those without are known."""
     members, kinds = _members(recorded)
     everyone = frozenset(ranks)
-    pending = {rank: process.pending for rank, process in recorded.items()}
+    found = {rank: _Rank(rank, process, process.pending) for rank, process in recorded.items()}
+    mixed = {op.group for process in recorded.values() for op in process.pending if op.peer >= 0}
     while True:
-        found = {rank: _read(rank, process, pending[rank]) for rank, process in recorded.items()}
-        waiting = _waiting(found, members, everyone)
+        waiting = _waiting(found, members, everyone, mixed)
         unwanted = {rank for rank in waiting.circling() if waiting.only(rank, UNWANTED)}
         if not unwanted:
             break
-        for rank in unwanted:
-            pending[rank] = pending[rank][1:]
+        found |= {rank: replace(found[rank], pending=found[rank].pending[1:]) for rank in unwanted}
     culprits = waiting.ends()
     culprits -= _started(culprits - waiting.at_fault, waiting.crowds, found)
     return Stuck(
@@ -78,39 +97,30 @@ def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
     )
 
 
-def _read(rank: int, process: ProcessStack, pending: tuple[PendingOperation, ...]) -> _Rank:
-    entered = {group.group: group.entered for group in process.groups if group.entered >= 0}
-    at: dict[Operation, int] = {}
-    fronts: list[Operation] = []
-    for index, op in enumerate(pending):
-        operation = _operation(rank, op)
-        at.setdefault(operation, index)
-        if op.peer < 0:
-            entered[op.group] = max(entered.get(op.group, -1), op.seq)
-        if index == 0 or (index == len(fronts) and op.peer >= 0 and (op.group, op.seq) == (pending[0].group, pending[0].seq)):
-            fronts.append(operation)
-    return _Rank(pending, entered, at, tuple(fronts))
-
-
-def _waiting(found: dict[int, _Rank], members: Mapping[str, tuple[int, ...]], everyone: frozenset[int]) -> _Waiting:
-    mixed = {op.group for state in found.values() for op in state.pending if op.peer >= 0}
+def _waiting(
+    found: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]], everyone: frozenset[int], mixed: set[str]
+) -> _Waiting:
+    fronts = {rank: state.fronts() for rank, state in found.items()}
     crowds: dict[Operation, list[int]] = defaultdict(list)
-    for rank, state in found.items():
-        for operation in state.fronts:
+    for rank, operations in fronts.items():
+        for operation in operations:
             crowds[operation].append(rank)
     held_up: dict[Operation, dict[int, int]] = {}
     behind, disagreeing = set[int](), set[int]()
     for operation, crowd in crowds.items():
-        reasons, done = _standing(operation, members, found, everyone, mixed)
+        reasons, done = _standing(operation, set(crowd), members, found, everyone, mixed)
         few = _few_names(crowd, found) if operation.ends is None else set[int]()
         if done and (not reasons or _symmetric(found[crowd[0]].pending[0].op)):
             behind.update(crowd)
         else:
             held_up[operation] = reasons | dict.fromkeys(few, ABSENT)
             disagreeing |= few
-    for rank in behind | disagreeing:
-        found[rank].fronts = ()
-    return _Waiting(found, held_up, crowds, frozenset(behind), frozenset(disagreeing))
+    fronts |= dict.fromkeys(behind | disagreeing, ())
+    return _Waiting(found, fronts, held_up, crowds, frozenset(behind), frozenset(disagreeing))
+
+
+def _batched(first: PendingOperation, op: PendingOperation) -> bool:
+    return op.peer >= 0 and op.seq == first.seq and op.group == first.group
 
 
 def _operation(rank: int, op: PendingOperation) -> Operation:
@@ -127,43 +137,47 @@ def _members(recorded: Mapping[int, ProcessStack]) -> tuple[dict[str, tuple[int,
     """Of each group, as anyone tells it; of one that nobody tells, those that speak of it. And what it is called."""
     told: dict[str, tuple[int, ...]] = {}
     kinds: dict[str, str] = {}
+    for process in recorded.values():
+        for group in process.groups:
+            if group.group in told:
+                continue
+            kinds[group.group] = group.description
+            with contextlib.suppress(ValueError):
+                if ranks := expand(group.ranks):
+                    told[group.group] = ranks
     seen: dict[str, set[int]] = defaultdict(set)
     for rank, process in recorded.items():
         for group in process.groups:
-            kinds.setdefault(group.group, group.description)
-            if group.group not in told and group.ranks:
-                try:
-                    told[group.group] = expand(group.ranks)
-                except ValueError:
-                    continue
-            seen[group.group].add(rank)
+            if group.group not in told:
+                seen[group.group].add(rank)
         for op in process.pending:
-            seen[op.group].add(rank)
-    return {name: told.get(name) or tuple(sorted(ranks)) for name, ranks in seen.items()}, kinds
+            if op.group not in told:
+                seen[op.group].add(rank)
+    return told | {name: tuple(sorted(ranks)) for name, ranks in seen.items()}, kinds
 
 
 def _standing(
     operation: Operation,
+    crowd: set[int],
     members: Mapping[str, tuple[int, ...]],
     found: Mapping[int, _Rank],
     everyone: frozenset[int],
     mixed: set[str],
 ) -> tuple[dict[int, int], set[int]]:
-    """Who holds an operation up and how certainly, and who is done with it; the others are at it."""
+    """Who holds an operation up and how certainly, and who is done with it; `crowd` is at it."""
     reasons, done = dict[int, int](), set[int]()
     for member in operation.ends or members.get(operation.group, ()):
+        if member in crowd:
+            continue
         state = found.get(member)
         if state is None:
             if member in everyone:
                 reasons[member] = ABSENT
-        elif operation in state.at:
-            if operation not in state.fronts:
-                reasons[member] = QUEUED
+        elif state.has(operation):
+            reasons[member] = QUEUED
         elif operation.ends is not None:
             reasons[member] = UNSENT if member == operation.ends[0] else UNWANTED
-        elif state.entered.get(operation.group, -1) >= operation.seq and (
-            operation.group not in mixed or _passed(state, operation)
-        ):
+        elif state.entered(operation.group) >= operation.seq and (operation.group not in mixed or _passed(state, operation)):
             done.add(member)
         else:
             reasons[member] = ABSENT
@@ -200,6 +214,7 @@ class _Waiting(NamedTuple):
     what a peer has, `disagreeing` called something else than the others of their group: they wait for nobody."""
 
     found: Mapping[int, _Rank]
+    fronts: Mapping[int, tuple[Operation, ...]]
     held_up: Mapping[Operation, Mapping[int, int]]
     crowds: Mapping[Operation, list[int]]
     behind: frozenset[int]
@@ -210,7 +225,7 @@ class _Waiting(NamedTuple):
         return self.behind | self.disagreeing
 
     def reasons(self, rank: int) -> Iterator[int]:
-        for operation in self.found[rank].fronts if rank in self.found else ():
+        for operation in self.fronts.get(rank, ()):
             yield from self.held_up.get(operation, {}).values()
 
     def free(self, rank: int, weakest: int = 0) -> bool:
@@ -224,7 +239,7 @@ class _Waiting(NamedTuple):
         return {
             other
             for operation, reasons in self.held_up.items()
-            if by is None or any(rank in by and operation in self.found[rank].fronts for rank in self.crowds[operation])
+            if by is None or any(rank in by and operation in self.fronts[rank] for rank in self.crowds[operation])
             for other, reason in reasons.items()
             if reason >= weakest
         }
@@ -246,7 +261,7 @@ class _Waiting(NamedTuple):
             circling = self.circling(ends)
             ends |= {rank for rank in self.awaited(circling, weakest) & circling if self.free(rank, weakest)}
         circling = self.circling(ends)
-        return ends | _few_places(circling & self.awaited(circling), self.found)
+        return ends | _few_places(circling & self.awaited(circling), self.fronts)
 
     def _leading_to(self, ends: set[int]) -> set[int]:
         back: dict[int, list[Operation]] = defaultdict(list)
@@ -264,13 +279,13 @@ class _Waiting(NamedTuple):
         return reached
 
 
-def _few_places(circling: set[int], found: Mapping[int, _Rank]) -> set[int]:
+def _few_places(circling: set[int], fronts: Mapping[int, tuple[Operation, ...]]) -> set[int]:
     """Of ranks that wait for each other in a circle, those that are at another operation than most of them; all, if no most are."""
-    at = Counter(found[rank].fronts[0] for rank in circling)
+    at = Counter(fronts[rank][0] for rank in circling)
     if len(at) > 1:
         (most, count), (_, second) = at.most_common(2)
         if count > second:
-            return {rank for rank in circling if found[rank].fronts[0] != most}
+            return {rank for rank in circling if fronts[rank][0] != most}
     return circling
 
 

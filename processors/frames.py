@@ -25,6 +25,7 @@ class Place(NamedTuple):
 
 
 _FRAME = re.compile(r"(?P<name>.*?)(?: \((?P<file>[^()]*?)(?::(?P<line>\d+))?\))?\Z", re.DOTALL)
+_UNNAMED = re.compile(r"0x[0-9a-f]+ \([^;]*\);?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _DIGEST = re.compile(r"(?<![A-Za-z])[0-9a-z]{24,}(?![A-Za-z])|\d{5,}")
 _TEMPLATE = re.compile(r"<[^<>]*>")
@@ -112,6 +113,11 @@ def _place_of(frame: str) -> tuple[str, str, Waits]:
 
 def place(thread: str) -> Place:
     """Of one thread's stack (events.finding.ProcessStack.threads)."""
+    return _place(_UNNAMED.sub("", thread) if "0x" in thread else thread)  # the rest is mostly the same, and looked up
+
+
+@lru_cache(maxsize=8192)
+def _place(thread: str) -> Place:
     frames: list[str] = []
     bare = ""
     for frame in thread.split(";"):

@@ -66,10 +66,13 @@ class _Verdict:
     says_nothing: str = ""
 
 
-def aggregate(processes: Iterable[ProcessStack], world_size: int, cut: Cut = Cut()) -> StackRound:
+def aggregate(
+    processes: Iterable[ProcessStack], world_size: int, cut: Cut = Cut(), among: Iterable[int] | None = None
+) -> StackRound:
     """`processes`: of all ranks 0 to `world_size` - 1, in any order; a rank without any, or of whose main process there is no stack, is
-    silent. Processes of no rank of the job (-1 included) are ignored."""
-    ranks = _trees(processes, world_size)
+    silent. Processes of no rank of the job (-1 included) are ignored. `among`: the ranks that are looked at, if not all."""
+    ranks = _trees(processes, range(world_size) if among is None else sorted(set(among)))
+    world_size = len(ranks)
     recorded = {rank: state.main for rank, state in ranks.items() if state.main is not None and state.main.recorded}
     silent = {rank for rank, state in ranks.items() if not _speaks(state)}
     seen = {rank: state.place for rank, state in ranks.items() if rank not in silent and state.place is not None}
@@ -77,7 +80,7 @@ def aggregate(processes: Iterable[ProcessStack], world_size: int, cut: Cut = Cut
     words = dict[int, str]()
     verdict: _Verdict | None = None
     if by_record:
-        found = collectives.stuck(recorded, range(world_size))
+        found = collectives.stuck(recorded, ranks)
         words = dict(found.fronts)
         verdict = _by_recordings(found, silent, seen, world_size, cut)
     if verdict is None:
@@ -95,27 +98,26 @@ def aggregate(processes: Iterable[ProcessStack], world_size: int, cut: Cut = Cut
     )
 
 
-def _trees(processes: Iterable[ProcessStack], world_size: int) -> dict[int, _Rank]:
+def _trees(processes: Iterable[ProcessStack], ranks: Iterable[int]) -> dict[int, _Rank]:
     """The rank's own process is the one whose parent is not among its processes; the others are its children."""
-    by_rank: dict[int, list[ProcessStack]] = {rank: [] for rank in range(world_size)}
+    by_rank: dict[int, list[ProcessStack]] = {rank: [] for rank in ranks}
     for process in processes:
-        if 0 <= process.rank < world_size:
+        if process.rank in by_rank:
             by_rank[process.rank].append(process)
-    known: dict[tuple[str, ...], Place] = {}
     made: dict[int, _Rank] = {}
     for rank, own in by_rank.items():
         state = made[rank] = _Rank()
         if not own:
             continue
-        pids = {process.pid for process in own}
-        roots = [process for process in own if process.parent_pid not in pids] if len(own) > 1 else own
-        state.main = min(roots or own, key=lambda process: process.pid)
-        state.children = [process for process in own if process is not state.main]
+        if len(own) == 1:
+            state.main = own[0]
+        else:
+            pids = {process.pid for process in own}
+            roots = [process for process in own if process.parent_pid not in pids]
+            state.main = min(roots or own, key=lambda process: process.pid)
+            state.children = [process for process in own if process is not state.main]
         if state.main.threads:
-            place = known.get(state.main.threads)
-            if place is None:
-                place = known[state.main.threads] = frames.of_threads(state.main.threads)
-            state.place = place
+            state.place = frames.of_threads(state.main.threads)
     return made
 
 
@@ -248,6 +250,6 @@ def _line(ranks: frozenset[int], why: str) -> str:
 
 def groups_of(processes: Sequence[ProcessStack], world_size: int) -> list[tuple[str, int]]:
     """Each place with the number of ranks in it, the most frequent first: what a person asks for before anything else."""
-    ranks = _trees(processes, world_size)
+    ranks = _trees(processes, range(world_size))
     counts = Counter(_written(state.place) for state in ranks.values() if state.place is not None and _speaks(state))
     return counts.most_common()

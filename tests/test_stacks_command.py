@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,7 @@ def test_the_papers_example_from_files(tmp_path: Path) -> None:
     [
         "tp: 2\npp: 4\ndp: 4\nranks_per_node: 2\n",
         '{"tensor_parallel": 2, "pipeline_parallel": 4, "data_parallel": 4, "gpus_per_node": 2}',
+        '{"job": {"tp": 2, "pp": 4, "dp": 4, "ranks_per_node": 2, "rank_order": "tp-cp-pp-dp"}}',
         '{"parallelism": {"tp": 2, "pp": 4}, "nodes": ["a","b","c","d","e","f","g","h","i","j","k","l","m","n","o","p"]}',
     ],
 )
@@ -145,3 +150,51 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
     for path, said in ((tmp_path, "rank_N.json"), (tmp_path / "none", "there is no")):
         done = CliRunner().invoke(app, ["stacks", "aggregate", str(path)])
         assert isinstance(done.exception, Refused) and said in str(done.exception)
+
+
+RANK = """
+import os, time
+def train():
+    print("here", flush=True)
+    other() if os.environ["RANK"] == "3" else usual()
+def usual():
+    while True: time.sleep(0.2)
+def other():
+    while True: time.sleep(0.2)
+train()
+"""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[str]:
+    """Four ranks of another launcher's; rank 3 is elsewhere than the others."""
+    job = f"capture-{os.getpid()}-{tmp_path.name}"
+    own = {"WORLD_SIZE": "5", "TORCHELASTIC_RUN_ID": job}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, env=os.environ | own | {"RANK": str(rank)}
+        )
+        for rank in range(4)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "here\n"
+        yield job
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def test_a_running_jobs_stacks_are_taken_shown_and_kept(launched: str, tmp_path: Path) -> None:
+    options = ["stacks", "capture", "--job", launched, "--home", str(tmp_path / "home"), "--out", str(tmp_path / "kept")]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1, (done.output, done.exception)
+    assert "4 of the job's 5 ranks run here" in done.output and "outliers: ranks 3\n" in done.output
+    assert "rank 3: other (<string>) < train (<string>:" in done.output
+    assert aggregated(tmp_path / "kept")["outliers"] == [3]
+
+
+def test_a_job_that_does_not_run_here_is_refused(launched: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["stacks", "capture", "--job", "other", "--home", str(tmp_path)])
+    assert isinstance(done.exception, Refused) and launched in str(done.exception)

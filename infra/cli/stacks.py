@@ -9,11 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from actuators.flight_recorder import BadDump
+from actuators.stack_capture import TOGETHER_S
+from actuators.stack_capture import capture as capture_processes
 from events.finding import StackRound
 from events.job import RankOrder
 from events.rank_set import compact, expand
-from infra.cli.common import FINE, FOUND, JsonOption, Refused, clean, put, say, show_json
-from infra.stack_files import Found, layout, layout_of, read
+from infra.cli.common import FINE, FOUND, HomeOption, JsonOption, Refused, clean, put, run, say, show_json
+from infra.home import Home
+from infra.local_ranks import LocalJob, jobs_here
+from infra.stack_files import Found, layout, layout_of, read, write
 from processors.parallel_groups import BadLayout, Layout, smallest_cover, smallest_named
 from processors.stacks import aggregate, groups_of
 
@@ -57,6 +61,48 @@ def aggregate_(
         raise Refused(f"there is no {error.filename}") from None
 
 
+@stacks.command()
+def capture(
+    job: Annotated[str, typer.Option("--job", help="Which job's processes [default: the only one here]")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="Also leave a file a rank in this folder, for `keepstep stacks aggregate`")] = None,
+    within_s: Annotated[float, typer.Option("--within-s", min=1, max=600, help="Time for all processes together")] = TOGETHER_S,
+    json: JsonOption = False, home: HomeOption = None,
+) -> None:  # fmt: skip
+    """Take the stacks of a job's processes on this host, and name those that are out of line. Each process stands still for a moment.
+    Looks for the ranks that the agents of this home started, else for those of torchrun and the like. Exits with 1 if there are any."""
+    chosen = _chosen(jobs_here(Home.default(home)), job)
+    processes = run(capture_processes(chosen.ranks, together_s=within_s))
+    here = {target.rank for target in chosen.ranks}
+    if out is not None:
+        write(out, processes)
+        say(f"{len(here)} ranks' stacks are in {out}")
+    if all(process.error for process in processes):
+        raise Refused(f"no stack could be read: {processes[0].error}")
+    world = max(chosen.world_size, max(here) + 1)
+    if len(here) < world:
+        say(f"{len(here)} of the job's {world} ranks run here; the others are not looked at")
+    result = aggregate(processes, world, among=here)
+    found = Found(processes=processes, highest=world - 1)
+    if json:
+        show_json({"job": chosen.name, **result.model_dump(mode="json")})
+    else:
+        _print(found, result, _group(found, result, None))
+    raise typer.Exit(FOUND if result.outliers else FINE)
+
+
+def _chosen(there: list[LocalJob], name: str) -> LocalJob:
+    names = ", ".join(found.name for found in there)
+    if not there:
+        raise Refused(
+            "no rank of a job runs on this host; ranks have RANK and WORLD_SIZE in their environment, or agents that started them (--home)"
+        )
+    if name and (found := next((found for found in there if found.name == name), None)):
+        return found
+    if name or len(there) > 1:
+        raise Refused(f"name one of the jobs that run here with --job: {names}")
+    return there[0]
+
+
 def _show(found: Found, told: dict[str, Any], world_size: int | None, json: bool) -> None:
     world, placed = _world(found, told, world_size)
     started = time.perf_counter()
@@ -71,7 +117,7 @@ def _show(found: Found, told: dict[str, Any], world_size: int | None, json: bool
             }
         )  # fmt: skip
     else:
-        _print(found, result, group, world)
+        _print(found, result, group)
     raise typer.Exit(FOUND if result.outliers else FINE)
 
 
@@ -114,8 +160,8 @@ def _group(found: Found, result: StackRound, placed: Layout | None) -> dict[str,
     return nothing | {"group": holding[0], "group_ranks": list(holding[1])}
 
 
-def _print(found: Found, result: StackRound, group: dict[str, Any], world: int) -> None:
-    put(f"{world} ranks, {result.groups_seen} different stacks, {result.dominant} ranks in the dominant ones")
+def _print(found: Found, result: StackRound, group: dict[str, Any]) -> None:
+    put(f"{result.ranks} ranks, {result.groups_seen} different stacks, {result.dominant} ranks in the dominant ones")
     if result.outliers:
         put(f"outliers: ranks {compact(result.outliers)}" + (f" (silent: {compact(result.silent)})" if result.silent else ""))
     else:
@@ -123,7 +169,7 @@ def _print(found: Found, result: StackRound, group: dict[str, Any], world: int) 
     for line in result.stuck_at:
         put(f"  {clean(line)}")
     if not result.outliers:
-        for where, count in groups_of(found.processes, world)[:_UNREAD_SHOWN]:
+        for where, count in groups_of(found.processes, found.highest + 1)[:_UNREAD_SHOWN]:
             put(f"  {count} ranks: {clean(where)}")
     if group["group"]:
         size = (
