@@ -276,7 +276,9 @@ def _started(job: Job, data: IntentIssued) -> Job:
     used = {place.node for place in places}
     standbys = tuple(place for place in job.standbys if place.node not in used and place.node not in job.evicted)
     job = job._replace(standbys=standbys, attempt=data.attempt, ended=False, ranks=data.places)
-    if data.restore_below_step >= 0:  # what was passed over is not restored later either, until this attempt or another is beyond it
+    if (
+        data.restore_below_step >= 0
+    ):  # what was passed over is not restored later either, until this attempt or another is beyond it
         old = job.poisoned or (data.restore_below_step, -1, 0)
         reached = max(old[1], job.last_step, job.incident.step if job.incident else -1)
         job = job._replace(poisoned=(min(old[0], data.restore_below_step), reached, data.attempt - 1))
