@@ -182,7 +182,9 @@ def _found(
 ) -> Rare:
     """One line that the catalogue knows: a claim, or one more of what was claimed within the minute."""
     row, now_ns, trigger = finding.row, seen.time_ns, seen.event.id
-    one = Repeat(row.symptom, finding.device, row.confidence, row.id, job, attempt, now_ns, 0, seen.seen_ns)
+    # A kernel's word of a process that ended is no rank's end, which the agent tells; as one it would stop the job for any program's crash.
+    symptom: Symptom = "unknown" if row.symptom == "rank_exit" else row.symptom
+    one = Repeat(symptom, finding.device, row.confidence, row.id, job, attempt, now_ns, 0, seen.seen_ns)
     echo = row.confidence != "high"
     for i, known in enumerate(rare.repeats):
         same = known.symptom == one.symptom and known.device == one.device and known.confidence == one.confidence

@@ -26,19 +26,25 @@ PEERS_MIN = 3
 #: Rounds in which it is learned how a rank's work compares with its peers' by its place in the model, and how fast that follows later.
 LEARN_ROUNDS = 3
 FOLLOWS = 0.02
+#: Messages whose middle is a rank's present work.
+RECENT = 3
 SUSPECTS_MAX = 16
 #: Rounds of one suspect that name it for a decline that the job's speed shows.
 ROUNDS_BESIDE_DECLINE = 2
 
 
 class Own(NamedTuple):
-    """A rank's own work in a step, in seconds: the mean of its last steps, the newest half of it. `usual_s`: what it usually takes (a
-    rank of the last stage of a pipeline does more than others); 0 before it was held against the others."""
+    """A rank's own work in a step, in seconds, in the last few messages: one hiccup moves nothing. `usual_s`: what it usually takes (a rank
+    of the last stage of a pipeline does more than others); 0 before it was held against the others."""
 
     node: str
-    busy_s: float
+    recent_s: tuple[float, ...]
     seen_ns: int
     usual_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return sorted(self.recent_s)[len(self.recent_s) // 2]
 
 
 class Suspect(NamedTuple):
@@ -101,7 +107,9 @@ class PaceHealth:
         }
         if state.own:
             nodes: dict[str, int] = {}
-            rows = [[n, nodes.setdefault(o.node, len(nodes)), o.busy_s, o.seen_ns, o.usual_s] for n, o in each(state.own)]
+            rows = [
+                [n, nodes.setdefault(o.node, len(nodes)), list(o.recent_s), o.seen_ns, o.usual_s] for n, o in each(state.own)
+            ]
             out["own"] = {"nodes": list(nodes), "rows": rows}
         if state.suspects:
             out["suspects"] = [list(one) for one in state.suspects]
@@ -112,10 +120,10 @@ class PaceHealth:
         if "own" in changes:
             nodes, own = changes["own"]["nodes"], changes["own"]["rows"]
             chunks: list[list[Own | None]] = []
-            for number, node, *rest in own:
+            for number, node, recent, *rest in own:
                 while len(chunks) <= number // CHUNK:
                     chunks.append([None] * CHUNK)
-                chunks[number // CHUNK][number % CHUNK] = Own(nodes[node], *rest)
+                chunks[number // CHUNK][number % CHUNK] = Own(nodes[node], tuple(recent), *rest)
             changes["own"] = tuple(tuple(chunk) for chunk in chunks)
         for name in ("block", "past"):
             if name in changes:
@@ -156,9 +164,10 @@ def _progress(state: PaceState, seen: Seen, rules: policy.Pace, data: TrainingPr
         mean_s = sum(busy) / len(busy)
         known = get(state.own, rank)
         if known is None or known.node != seen.node:
-            own = Own(seen.node, round(mean_s, 6), seen.seen_ns)
+            own = Own(seen.node, (round(mean_s, 6),), seen.seen_ns)
         else:
-            own = Own(seen.node, round((known.busy_s + mean_s) / 2, 6), max(known.seen_ns, seen.seen_ns), known.usual_s)
+            recent_s = (*known.recent_s, round(mean_s, 6))[-RECENT:]
+            own = Own(seen.node, recent_s, max(known.seen_ns, seen.seen_ns), known.usual_s)
         state = state._replace(own=put(state.own, rank, own))
     if 0 <= state.voice < rank:
         return state
