@@ -98,6 +98,9 @@ class CurvesHealth:
     def detect(self, state: CurvesState, clock: PartitionClock, seen: Seen) -> tuple[CurvesState, tuple[Claim, ...]]:
         data = seen.event.data
         attempt = seen.event.attempt
+        kind = type(data)
+        if kind is TrainingProgress and not data.samples and attempt == state.attempt:
+            return state, ()
         if attempt < state.attempt or not data.rank < data.world_size <= RANKS_MAX:
             return state, ()
         rules = clock.settings.curves
@@ -107,7 +110,6 @@ class CurvesHealth:
             state = CurvesState(
                 state.job, attempt, -1, -1, state.losses, state.norms, told_ns=state.told_ns, unsaid=state.unsaid
             )
-        kind = type(data)
         if kind is TrainingProgress:
             for sample in data.samples:
                 state = _sample(state, seen, rules, sample, data.rank, claims)

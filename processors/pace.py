@@ -107,9 +107,7 @@ class PaceHealth:
         }
         if state.own:
             nodes: dict[str, int] = {}
-            rows = [
-                [n, nodes.setdefault(o.node, len(nodes)), list(o.recent_s), o.seen_ns, o.usual_s] for n, o in each(state.own)
-            ]
+            rows = [(n, nodes.setdefault(o[0], len(nodes)), *o[1:]) for n, o in each(state.own)]
             out["own"] = {"nodes": list(nodes), "rows": rows}
         if state.suspects:
             out["suspects"] = [list(one) for one in state.suspects]
@@ -134,9 +132,11 @@ class PaceHealth:
 
     def detect(self, state: PaceState, clock: PartitionClock, seen: Seen) -> tuple[PaceState, tuple[Claim, ...]]:
         data = seen.event.data
+        kind = type(data)
+        if kind is TrainingProgress and not data.samples and seen.event.attempt == state.attempt:
+            return state, ()
         rules = clock.settings.pace
         claims: list[Claim] = []
-        kind = type(data)
         if kind is Tick:
             if not state.own or clock.now_ns - state.looked_ns < int(rules.round_s * NS):
                 return state, ()
