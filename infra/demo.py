@@ -51,7 +51,7 @@ POLICY = yaml.safe_dump(
             "progress_note_s": 2.0,
             "phase_limit_s": {"startup": 90.0, "step": 4.0, "evaluation": 8.0, "checkpoint": 8.0, "undeclared": 90.0},
         },
-        "decider": {"recovery_deadline_s": 90.0, "quiet_s": 5.0},
+        "decider": {"recovery_deadline_s": 90.0, "quiet_s": 5.0, "relapse_s": 1.0},
         "budget": {scope: {"evictions_max": 4, "share_max": 1.0} for scope in ("job", "rack", "fleet")},
     },
     sort_keys=False,

@@ -31,6 +31,7 @@ from processors.state import (
     Fleet,
     Incident,
     Job,
+    Lapse,
     Plan,
     Told,
     Trouble,
@@ -42,11 +43,21 @@ from processors.state import (
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
 
 
+def relapsed(fleet: Fleet, lapse: Lapse, step: int, time_ns: int) -> bool:
+    """Whether new trouble is the old one: the job did not get beyond it, or hardly lived since. The ladder then goes on where it stood."""
+    rules = fleet.policy
+    beyond = lapse.step + rules.detectors.healthy_steps
+    return 0 <= step <= beyond or time_ns < lapse.closed_ns + int(rules.decider.relapse_s * NS)
+
+
 def _opened(fleet: Fleet, event: Told, data: IncidentOpened) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
     incident = Incident(data.incident, data.epoch, data.symptom, event.time, data.first_evidence_ns, data.attempt, data.step)
+    if job.lapse is not None and relapsed(fleet, job.lapse, data.step, event.time):
+        lapse = job.lapse
+        incident = incident._replace(last=lapse.last, reattempts=lapse.reattempts, recoveries=lapse.recoveries)
     incident = incident._replace(troubled=counted({}, (job.by_node[node] for node in job.silent if node in job.by_node)))
     return fleet.put(job._replace(incident=incident, epoch=data.epoch))
 
@@ -306,7 +317,11 @@ def _closed(fleet: Fleet, event: Told, data: IncidentClosed) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
-    return fleet.put(job._replace(incident=None, plan=None if job.plan and job.plan.incident else job.plan))
+    old, lapse = job.incident, None
+    if data.outcome == "recovered" and old is not None:
+        step = max(old.bad_step, old.step)
+        lapse = Lapse(old.last, old.reattempts, old.recoveries, step, event.time)
+    return fleet.put(job._replace(incident=None, lapse=lapse, plan=None if job.plan and job.plan.incident else job.plan))
 
 
 def _stable(fleet: Fleet, event: Told, data: RevisionStable) -> Fleet:

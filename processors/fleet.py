@@ -143,7 +143,7 @@ def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = job._replace(next_revision=data.revision or job.next_revision)
     if data.at_next_restart:
         return fleet.put(job)
-    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer=""))
+    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer="", lapse=None))
 
 
 def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:

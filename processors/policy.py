@@ -254,6 +254,9 @@ class Decider(_Section):
     action_deadline_s: Seconds = 120.0
     #: Reattempts in place in one incident before a person is called.
     reattempts_max: Count = 1
+    #: A job that is in trouble again before it got beyond the step of the last incident, or within this long of its recovery, did not
+    #: recover: the ladder goes on where it stood.
+    relapse_s: Seconds = 60.0
     #: All recoveries in one incident, of whatever rung.
     recoveries_max: Count = 6
     #: The ladder's rungs that may be taken; one left out is passed over.

@@ -138,6 +138,16 @@ class Incident(NamedTuple):
         return purpose in self.timers and purpose not in self.due
 
 
+class Lapse(NamedTuple):
+    """An incident that ended in recovery: where its ladder stood, and the step that the job must get beyond before that counts."""
+
+    last: Last
+    reattempts: int
+    recoveries: int
+    step: int
+    closed_ns: int
+
+
 class Plan(NamedTuple):
     """What a decision set in motion. `stage`: awaiting (an approval), held (a planned one, under a hold), decided, stopping,
     examining, starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome
@@ -185,6 +195,7 @@ class Job(NamedTuple):
     wanted: str = "running"
     request: str = "declared"
     incident: Incident | None = None
+    lapse: Lapse | None = None
     plan: Plan | None = None
     #: node -> when its eviction was decided; of those, the ones whose eviction came to pass; and intents still open, key -> node.
     evicted: Mapping[str, int] = {}

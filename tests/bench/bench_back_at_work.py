@@ -45,6 +45,7 @@ JOB = "bench"
 POLICY = yaml.safe_dump(
     {
         "mode": "auto",
+        "decider": {"relapse_s": 0.5},  # the same is broken again and again, on purpose
         "detectors": {
             "phase_limit_s": {"startup": 120.0, "step": LIMIT_S, "evaluation": 60.0, "checkpoint": 60.0, "undeclared": 120.0}
         },

@@ -52,7 +52,7 @@ def policy(mode: str = "auto", **changes: Any) -> str:
     value: dict[str, Any] = {
         "mode": mode,
         "detectors": {"progress_note_s": 1.0, "healthy_steps": 2},
-        "decider": {"quiet_s": 3.0, "silence_window_s": 4.0},
+        "decider": {"quiet_s": 3.0, "silence_window_s": 4.0, "relapse_s": 0.5},
         "budget": {scope: {"evictions_max": 8, "share_max": 1.0} for scope in ("job", "rack", "fleet")},
     }
     for name, section in changes.items():
