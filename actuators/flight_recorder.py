@@ -32,8 +32,6 @@ class BadDump(ValueError):
 class Recording(NamedTuple):
     groups: tuple[GroupState, ...]
     pending: tuple[PendingOperation, ...]
-    #: As the dump itself says; -1: it does not.
-    rank: int = -1
 
     def fields(self) -> dict[str, Any]:
         """For events.finding.ProcessStack."""
@@ -104,11 +102,10 @@ def recording(dump: Any) -> Recording:
         kinds.setdefault(name, kind)
         op = str(entry.get("profiling_name") or "unknown").split(":", 1)[-1]
         transfer = _TRANSFER.match(op)
-        if transfer or entry.get("is_p2p"):
+        if transfer or entry.get("is_p2p") or _int(entry.get("p2p_seq_id"), 0) > 0:
             transfers.add(name)
-        seq = _int(entry.get("collective_seq_id"), -1)
-        if not transfer and not entry.get("is_p2p"):
-            entered[name] = max(entered.get(name, -1), seq)
+        seq = _int(entry.get("collective_seq_id"), -1)  # a transfer has the number of the last collective before it
+        entered[name] = max(entered.get(name, -1), seq)
         if entry.get("state") == "completed":
             continue
         peer = _peer(transfer, members.get(name, ()), name, kinds[name])
@@ -127,11 +124,11 @@ def recording(dump: Any) -> Recording:
     groups = tuple(
         GroupState(
             group=name[:NAME_MAX], description=kinds.get(name, "")[:NAME_MAX], ranks=told[name][1] if name in told else "",
-            entered=entered.get(name, -1),
+            entered=entered.get(name, -1), transfers=name in transfers,
         )
         for name in names
     )  # fmt: skip
-    return Recording(groups, tuple(op for _, op in pending[:PENDING_MAX]), _int(dump.get("rank"), -1))
+    return Recording(groups, tuple(op for _, op in pending[:PENDING_MAX]))
 
 
 def _table(value: Any) -> Mapping[Any, Any]:

@@ -17,12 +17,14 @@ REPLAY_PHASES: tuple[ReplayPhase, ...] = ("horizontal", "vertical")
 class GroupState(Fact):
     """How far a rank is in one process group of the job, by PyTorch's flight recorder. `group`: the group's name, the same on all its
     members; `description`: what the job calls such groups (`TENSOR_MODEL_PARALLEL_GROUP`); `ranks`: its members (events.rank_set), empty if
-    the dump does not say. `entered`: number of the last collective that the rank enqueued, -1: not known."""
+    the dump does not say. `entered`: number of the last collective that the rank enqueued, -1: not known. `transfers`: sends and receives of
+    the group are in the dump; the recorder's own status counts those too, so `entered` is then by the dump's operations alone."""
 
     group: str = Field(max_length=NAME_MAX)
     description: str = Field(default="", max_length=NAME_MAX)
     ranks: str = Field(default="", max_length=TEXT_MAX)
     entered: int = -1
+    transfers: bool = False
 
 
 class PendingOperation(Fact):

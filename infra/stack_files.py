@@ -17,7 +17,7 @@ from actuators import flight_recorder, py_spy
 from actuators.flight_recorder import DUMP_BYTES_MAX, BadDump
 from actuators.py_spy import BadStacks
 from events.finding import ProcessStack
-from events.rank_set import RANKS_MAX
+from events.rank_set import RANKS_MAX, expand
 from processors.parallel_groups import BadLayout, Layout
 
 _RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
@@ -47,6 +47,17 @@ class Found:
     processes: list[ProcessStack] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)
     highest: int = -1
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """The process groups that recordings name, with their ranks."""
+        told = {
+            f"{group.description or 'group'} {group.group}": group.ranks
+            for process in self.processes
+            for group in process.groups
+            if group.ranks
+        }
+        return {name: expand(ranks) for name, ranks in told.items()}
 
 
 def read(path: Path) -> Found:

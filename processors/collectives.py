@@ -72,10 +72,10 @@ class _Rank:
         group = operation.group
         return any(op.group == group and _operation(self.rank, op) == operation for op in self.pending)
 
-    def entered(self, group: str) -> int:
-        """Number of the last collective; -1: not known."""
-        told = max((state.entered for state in self.process.groups if state.group == group), default=-1)
-        return max((op.seq for op in self.pending if op.group == group and op.peer < 0), default=told)
+    def entered(self, group: str, mixed: bool) -> int:
+        """Number of the last collective; -1: not known. Of a group that has transfers too, only from a dump that shows them."""
+        told = [state.entered for state in self.process.groups if state.group == group and (state.transfers or not mixed)]
+        return max((*told, *(op.seq for op in self.pending if op.group == group and op.peer < 0)), default=-1)
 
 
 def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
@@ -84,8 +84,10 @@ def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
     everyone = frozenset(ranks)
     found = {rank: _Rank(rank, process, process.pending) for rank, process in recorded.items()}
     mixed = {op.group for process in recorded.values() for op in process.pending if op.peer >= 0}
+    mixed |= {group.group for process in recorded.values() for group in process.groups if group.transfers}
+    behind = _behind(found, members, mixed)
     while True:
-        waiting = _waiting(found, members, everyone, mixed)
+        waiting = _waiting(found, members, everyone, mixed, behind)
         unwanted = {rank for rank in waiting.circling() if waiting.only(rank, UNWANTED)}
         if not unwanted:
             break
@@ -97,8 +99,30 @@ def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
     )
 
 
+def _behind(found: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]], mixed: set[str]) -> frozenset[int]:
+    """Ranks for which a collective is pending that another of its group has completed, be it the first or not: their devices, or the
+    threads that watch them, have stopped."""
+    first: dict[str, dict[int, PendingOperation]] = defaultdict(dict)
+    for rank, state in found.items():
+        for op in state.pending:
+            if op.peer < 0:
+                first[op.group].setdefault(rank, op)
+    behind: set[int] = set()
+    for group, waiting in first.items():
+        done = max(op.seq for op in waiting.values()) - 1
+        for member in members.get(group, ()):
+            if member in found and member not in waiting:
+                done = max(done, found[member].entered(group, group in mixed))
+        behind.update(rank for rank, op in waiting.items() if op.seq <= done and _symmetric(op.op))
+    return frozenset(behind)
+
+
 def _waiting(
-    found: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]], everyone: frozenset[int], mixed: set[str]
+    found: Mapping[int, _Rank],
+    members: Mapping[str, tuple[int, ...]],
+    everyone: frozenset[int],
+    mixed: set[str],
+    certainly_behind: frozenset[int],
 ) -> _Waiting:
     fronts = {rank: state.fronts() for rank, state in found.items()}
     crowds: dict[Operation, list[int]] = defaultdict(list)
@@ -106,11 +130,11 @@ def _waiting(
         for operation in operations:
             crowds[operation].append(rank)
     held_up: dict[Operation, dict[int, int]] = {}
-    behind, disagreeing = set[int](), set[int]()
+    behind, disagreeing = set(certainly_behind), set[int]()
     for operation, crowd in crowds.items():
         reasons, done = _standing(operation, set(crowd), members, found, everyone, mixed)
         few = _few_names(crowd, found) if operation.ends is None else set[int]()
-        if done and (not reasons or _symmetric(found[crowd[0]].pending[0].op)):
+        if done and not reasons:
             behind.update(crowd)
         else:
             held_up[operation] = reasons | dict.fromkeys(few, ABSENT)
@@ -177,16 +201,11 @@ def _standing(
             reasons[member] = QUEUED
         elif operation.ends is not None:
             reasons[member] = UNSENT if member == operation.ends[0] else UNWANTED
-        elif state.entered(operation.group) >= operation.seq and (operation.group not in mixed or _passed(state, operation)):
+        elif state.entered(operation.group, operation.group in mixed) >= operation.seq:
             done.add(member)
         else:
             reasons[member] = ABSENT
     return reasons, done
-
-
-def _passed(state: _Rank, operation: Operation) -> bool:
-    """In a group that has transfers too its last number may be a transfer's: only a later collective that is pending is proof."""
-    return any(op.group == operation.group and op.peer < 0 and op.seq > operation.seq for op in state.pending)
 
 
 def _few_names(crowd: list[int], found: Mapping[int, _Rank]) -> set[int]:
@@ -305,7 +324,7 @@ def _because(culprits: set[int], waiting: _Waiting) -> tuple[tuple[str, frozense
         elif rank in waiting.disagreeing:
             reasons[f"called {state.pending[0].op} where the others of its group called something else"].add(rank)
         elif rank in waiting.behind:
-            reasons[f"has not completed {state.pending[0].op}, which a peer has"].add(rank)
+            reasons["has not completed what its peers have"].add(rank)
         elif not state.pending:
             reasons["never entered the operation that others wait in"].add(rank)
         else:

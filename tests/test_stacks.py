@@ -101,6 +101,27 @@ def test_a_stack_and_a_recording_of_one_job_agree_and_the_recording_leads() -> N
     assert found.stuck_at == ("rank 5: never entered the operation that others wait in",)
 
 
+def test_numbers_of_transfers_are_not_taken_for_those_of_collectives() -> None:
+    """pg_status counts both: that a rank has done 14,145 transfers does not mean that it has entered the 195th collective."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+
+    def entry(name: str, number: int, transfer: int, state: str = "scheduled") -> dict[str, Any]:
+        return {"record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": transfer,
+                "profiling_name": name, "state": state, "is_p2p": "send" in name}  # fmt: skip
+
+    waits = {
+        "pg_config": config,
+        "pg_status": {"0": {"last_enqueued_collective": 195}},
+        "entries": [entry("nccl:all_reduce", 195, 14145)],
+    }
+    absent = {"pg_config": config, "pg_status": {"0": {"last_enqueued_collective": 14145}}, "entries": []}
+    whole = absent | {"entries": [entry("nccl:send 2->3", 194, 14145, "completed")]}
+    for last in (absent, whole):
+        told = {0: waits, 1: waits, 2: waits, 3: last}
+        found = {rank: ProcessStack(rank=rank, pid=0, **recording(dump).fields()) for rank, dump in told.items()}
+        assert stuck(found, range(4)).culprits == {3}
+
+
 def test_most_ranks_silent_says_nothing_and_says_so() -> None:
     found = aggregate(processes(8, lambda rank: NORM if rank == 0 else ""), 8)
     assert found.outliers == found.silent == ()
@@ -122,16 +143,16 @@ def test_two_pipelines_halves_are_as_often_as_each_other_and_no_outliers() -> No
 
 
 def test_9600_ranks_in_under_200_ms() -> None:
-    """The best of three: the machine may be busy."""
+    """Of processor time, the best of five: the machine may be busy."""
     whole = [
         ProcessStack.model_validate(p.model_dump())
         for p in processes(9600, lambda rank: figure_7(rank if rank < 32 else rank % 24))
     ]
     took = []
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(5):
+        start = time.process_time()
         found = aggregate(whole, 9600)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     assert found.outliers == tuple(range(24, 32))
     assert min(took) < 0.2
 

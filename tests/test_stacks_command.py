@@ -110,6 +110,13 @@ def test_recordings_of_any_form_are_read(tmp_path: Path) -> None:
     assert aggregated(tmp_path)["outliers"] == [5]
 
 
+def test_a_dead_rank_without_a_file_is_known_by_its_peers_groups(tmp_path: Path) -> None:
+    for rank, told in dumps(Layout(2, 2, 2), {7: ("killed", 9)}):
+        (tmp_path / f"_dump_{rank}").write_text(json.dumps(told))
+    found = aggregated(tmp_path)
+    assert (found["outliers"], found["silent"], found["ranks"]) == ([7], [7], 8)
+
+
 def test_a_stack_and_a_recording_of_a_rank_are_one_rank(tmp_path: Path) -> None:
     for rank, told in dumps(Layout(2, 2, 2), {5: ("stopped", 9)}):
         (tmp_path / f"nccl_trace_rank_{rank}.json").write_text(json.dumps(told))

@@ -13,7 +13,7 @@ from actuators.stack_capture import TOGETHER_S
 from actuators.stack_capture import capture as capture_processes
 from events.finding import StackRound
 from events.job import RankOrder
-from events.rank_set import compact, expand
+from events.rank_set import compact
 from infra.cli.common import FINE, FOUND, HomeOption, JsonOption, Refused, clean, put, run, say, show_json
 from infra.home import Home
 from infra.local_ranks import LocalJob, jobs_here
@@ -124,6 +124,8 @@ def _show(found: Found, told: dict[str, Any], world_size: int | None, json: bool
 def _world(found: Found, told: dict[str, Any], world_size: int | None) -> tuple[int, Layout | None]:
     """Raises Refused, BadLayout."""
     highest = max(found.highest, *(process.rank for process in found.processes), -1)
+    if world_size is None and not {"dp", "nodes"} & set(told):  # a rank that left no file may be known by its peers' groups
+        highest = max(highest, *(max(ranks) for ranks in found.groups.values()), -1)
     if highest < 0:
         raise Refused("there is no file of a rank; each is called rank_N.json")
     known = set(told) & {"tp", "pp", "dp", "ranks_per_node", "nodes"}
@@ -148,13 +150,7 @@ def _group(found: Found, result: StackRound, placed: Layout | None) -> dict[str,
             "group": cover.name, "group_ranks": list(cover.ranks), "group_machines": list(cover.machines),
             "group_size": cover.size, "whole_job": cover.whole_job,
         }  # fmt: skip
-    named = {
-        f"{group.description or 'group'} {group.group}": expand(group.ranks)
-        for process in found.processes
-        for group in process.groups
-        if group.ranks
-    }
-    holding = smallest_named(named, result.outliers, result.ranks)
+    holding = smallest_named(found.groups, result.outliers, result.ranks)
     if holding is None:
         return nothing
     return nothing | {"group": holding[0], "group_ranks": list(holding[1])}
