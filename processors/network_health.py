@@ -1,7 +1,7 @@
 """What is wrong with a node's network links: down, flapping, slow, counting errors. A part of the detector "node". Pure.
 
 One link that goes down is tolerated (low confidence); one that does so again within minutes names its machine (DESIGN section 7,
-rung 1). Many nodes' links of one switch at once are told as what they are, one by one: that they have one cause is the decider's
+rung 1), and one that stays down is certain too. Many nodes' links of one switch at once are told as what they are, one by one: that they have one cause is the decider's
 to see. Nothing needs ticks: the agent samples all links every half minute, and that is when what lasts is judged.
 """
 
@@ -65,7 +65,8 @@ class Over(NamedTuple):
 
 class LinkView(NamedTuple):
     """A link that there is something to say about. `down_ns`: since when it is down, 0: it is up. `told`: its nic_down stands.
-    `symbols`: its symbol errors since `symbols_ns`, for the limit by the hour."""
+    `symbols`: its symbol errors since `symbols_ns`, for the limit by the hour. `missed`: samples on end that showed it down, of which the
+    policy's number makes it dead rather than flapping; not one that a person set down (`by_hand`)."""
 
     device: str
     down_ns: int = 0
@@ -75,6 +76,8 @@ class LinkView(NamedTuple):
     over: tuple[Over, ...] = ()
     symbols_ns: int = 0
     symbols: int = 0
+    missed: int = 0
+    by_hand: bool = False
 
     @property
     def idle(self) -> bool:
@@ -124,7 +127,9 @@ def _changed(state: NetworkState, rules: Network, seen: Seen, data: LinkChanged)
     else:
         view = _went(view, rules, seen, data.state, data.downs, _how(data), claims)
     if data.state == "up":
-        view = view._replace(told=False)
+        view = view._replace(told=False, missed=0, by_hand=False)
+    elif data.by_hand:
+        view = view._replace(by_hand=True)
     after = _put(state, view, view)
     return after, (*claims, *_cleared(state, after, seen, f"{data.device} is up again", claims))
 
@@ -184,16 +189,29 @@ def _sampled(state: NetworkState, rules: Network, seen: Seen, data: NicSample) -
 def _of_sample(view: LinkView, rules: Network, seen: Seen, data: NicSample, link: LinkSample, claims: list[Claim]) -> LinkView:
     now_ns, window_ns = seen.seen_ns, int(rules.flap_window_s * NS)
     if link.state == "up":
-        view = view._replace(down_ns=0, told=False)
+        view = view._replace(down_ns=0, told=False, missed=0, by_hand=False)
     elif data.since_boot_s < rules.boot_grace_s:
         view = view._replace(down_ns=view.down_ns or now_ns)
     elif not view.told:
         missed = 0 if view.down_ns else 1  # its going down was not told: the agent was away, or it is from the boot's grace
         view = _went(view, rules, seen, link.state, missed, f"{link.device} is {link.state}", claims)
+    if link.state != "up" and data.since_boot_s >= rules.boot_grace_s:
+        view = _missed(view, rules, seen, link, claims)
     downs = tuple(at for at in view.downs if now_ns - at < window_ns)
     flap_ns = 0 if view.flap_ns and not downs and link.state == "up" else view.flap_ns
     view = view._replace(downs=downs, flap_ns=flap_ns)
     return _errors(view, rules, seen, data.period_s, link, claims)
+
+
+def _missed(view: LinkView, rules: Network, seen: Seen, link: LinkSample, claims: list[Claim]) -> LinkView:
+    """Down in one more sample: one that stays so is no flap. Of many machines of one switch it is the switch (the decider's to see)."""
+    view = view._replace(missed=min(view.missed + 1, DOWNS_MAX))
+    if view.missed == rules.down_samples and not view.by_hand:
+        since = f" since {text_of(view.down_ns)}" if view.down_ns else ""
+        text = f"{link.device} is {link.state} in {view.missed} samples on end{since}"
+        claims.append(_signal(seen, "nic_down", view.device, "high", "link_stays_down", text, view.missed))
+        view = view._replace(told=True)
+    return view
 
 
 def _errors(view: LinkView, rules: Network, seen: Seen, period_s: float, link: LinkSample, claims: list[Claim]) -> LinkView:

@@ -40,6 +40,8 @@ class Network(_Section):
 
     flap_count: Annotated[int, Field(ge=2, le=16)] = 2
     flap_window_s: Seconds = 300.0
+    #: Samples on end that show a link down, after which it is dead rather than flapping.
+    down_samples: Annotated[int, Field(ge=1, le=16)] = 2
     boot_grace_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 300.0
     #: What lasts is told again after this long; what was not seen again for so long is over.
     quiet_s: Seconds = 300.0

@@ -97,7 +97,8 @@ def test_one_that_stays_down_after_it_flapped_is_told_by_the_next_sample() -> No
     story.append((40.0, change("down", "up")))
     flapping = said(*story)
     assert said(*story, (60.0, sample(link(state="down"))))[len(flapping) :] == [DOWN]
-    assert said(*story, (60.0, sample(link(state="down"))), (90.0, sample(link(state="down"))))[len(flapping) :] == [DOWN]
+    dead = ("nic_down", "high", IB)  # as certain as one that never flapped
+    assert said(*story, (60.0, sample(link(state="down"))), (90.0, sample(link(state="down"))))[len(flapping) :] == [DOWN, dead]
 
 
 def test_a_flap_is_over_after_a_quiet_window() -> None:
@@ -239,3 +240,22 @@ def test_the_state_survives_being_stored_at_any_point() -> None:
         second.clock, second.keys = first.clock, first.keys
         out += [o for record in telling.records[cut:] for o in second.feed(record)[0]]
         assert [o.event for o in out] == whole
+
+
+DEAD = ("nic_down", "high", IB)
+
+
+def test_a_link_that_is_down_in_two_samples_on_end_is_dead() -> None:
+    down = sample(link(state="down"))
+    assert said((10, change("down", "up")), (20, down), (50, down), (80, down), (110, sample(link()))) == [DOWN, DEAD, UP]
+    # One that comes back in between flaps at worst.
+    assert said((10, change("down", "up")), (20, down), (30, change("up", "down")), (50, sample(link()))) == [DOWN, UP]
+    # As a driver that is loaded anew under it, or an agent that was away.
+    assert said((20, down), (50, down)) == [DOWN, DEAD]
+
+
+def test_a_link_that_a_person_set_down_is_not_dead_and_neither_is_one_of_a_boot() -> None:
+    down = sample(link(state="down"))
+    assert said((10, change("down", "up", by_hand=True)), (20, down), (50, down), (80, down)) == [DOWN]
+    young = sample(link(state="down"), since_boot_s=100)
+    assert said((20, young), (50, young), (80, young)) == []
