@@ -148,7 +148,15 @@ def _stopped(silent: set[int], found: collectives.Stuck) -> frozenset[int]:
     return frozenset(rank for rank in silent if rank not in found.fronts)
 
 
+def _halted(ranks: Mapping[int, _Rank]) -> frozenset[int]:
+    """Ranks whose main process is known not to run. Nobody gets past them, so wherever the others stand, they wait; and some of those
+    are one collective further than the rest, which looks like standing apart."""
+    return frozenset(rank for rank, state in ranks.items() if state.main is not None and state.main.state in _NOT_RUNNING)
+
+
 def _by_stacks(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], silent: set[int], world_size: int, cut: Cut) -> _Verdict:
+    if (halted := _halted(ranks)) and len(halted) <= cut.outliers_share_max * world_size:
+        return _Verdict(halted, (), world_size - len(halted))
     groups: dict[Place, set[int]] = defaultdict(set)
     for rank, place in seen.items():
         groups[place].add(rank)
