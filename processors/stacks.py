@@ -40,7 +40,8 @@ class Cut:
     ranks have it. Half: two stages of a healthy pipeline wait in two places with equally many ranks, while a sick pipeline of a job with
     two (the fewest that leave a healthy one to compare with) fills any one place with at most half as many as the healthy one's.
     `outliers_share_max`: if more of the ranks than this are outliers, most are not healthy, and the round says nothing.
-    `waiting_share_min`: so many of the ranks with a stack wait in communication in a hang. `recorded_share_min`: so many ranks' flight
+    `waiting_share_min`: where so many of the ranks with a stack wait in communication, those that do not are its cause, however often
+    they are at one place: the stages of a pipeline wait in as many places as there are stages. `recorded_share_min`: so many ranks' flight
     recordings are enough to go by."""
 
     dominant_ratio: float = 0.5
@@ -165,7 +166,7 @@ def _by_stacks(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], silent: se
     waiting = sum(len(held) for place, held in groups.items() if place.waits)
     others = [(place, held) for place, held in groups.items() if place not in dominant]
     if waiting >= cut.waiting_share_min * max(1, len(seen)):
-        busy = [(place, held) for place, held in others if not place.waits]
+        busy = [(place, held) for place, held in groups.items() if not place.waits]
         others = busy or ([] if silent else others)
     outliers = frozenset(silent).union(*(held for _, held in others))
     because = [(_written(place), frozenset(held)) for place, held in others]

@@ -100,6 +100,11 @@ def _described() -> Iterator[Case]:
         paper,
         some({20, 21}),
     )
+    stages = [RECV, RECV_BACK, SEND_BACK, NORM, REDUCE, FORWARD, GATHER, BARRIER]
+    many = lambda rank: stages[rank // 8]  # noqa: E731
+    yield Case("as many ranks compute as wait in any one place", processes(64, many), Layout(8, 8, 1, 8), some(range(40, 48)))
+    pair = lambda rank: LOCKED if rank == 1 else NORM  # noqa: E731
+    yield Case("one of two ranks is in a lock", processes(2, pair), Layout(dp=2), some({1}))
     two = lambda rank: LOCKED if rank in (3, 12) else NORM  # noqa: E731
     yield Case("two ranks of two pipelines in a lock", processes(32, two), paper, some({3, 12}))
     half = lambda rank: {7: GATHER, 6: ISEND, 5: IRECV, 4: IRECV}.get(rank // 2, REDUCE)  # noqa: E731
