@@ -43,13 +43,15 @@ RACKS = {
 }
 DEVICE = "0000:3b:00"
 
-#: Short limits, so that a stall shows within seconds; every other threshold is the default.
+#: Short limits, so that a stall shows within seconds; and since other programs run on this machine too, half the speed is the least that
+#: counts as a decline. Every other threshold is the default.
 POLICY = yaml.safe_dump(
     {
         "mode": "auto",
         "detectors": {
             "progress_note_s": 2.0,
             "phase_limit_s": {"startup": 90.0, "step": 4.0, "evaluation": 8.0, "checkpoint": 8.0, "undeclared": 90.0},
+            "pace": {"decline_min": 0.5},
         },
         "decider": {"recovery_deadline_s": 90.0, "quiet_s": 5.0, "relapse_s": 1.0},
         "budget": {scope: {"evictions_max": 4, "share_max": 1.0} for scope in ("job", "rack", "fleet")},

@@ -27,6 +27,18 @@ STANDBYS = ("standby-0", "standby-1", "standby-2", "standby-3")
 def _full_policy() -> str:
     """The short demo's, with little time for what takes long by nature."""
     policy = yaml.safe_load(POLICY)
+    policy["detectors"] |= {
+        "curves": {"warmup_steps": 20, "learn_steps": 10, "grace_steps": 5},
+        "pace": {
+            "decline_min": 0.5,
+            "block_s": 1.0,
+            "learn_blocks": 4,
+            "grace_steps": 5,
+            "round_s": 1.0,
+            "slow_min": 1.0,
+            "slow_rounds": 3,
+        },
+    }
     policy["decider"] |= {
         "slow_every_s": 1.0, "stable_steps": 25, "replay_steps": 12, "replay_within_s": 60.0, "tests_within_s": 30.0,
         "examine_s": 3.0, "unproven": "watch",

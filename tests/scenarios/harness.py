@@ -51,7 +51,7 @@ def policy(mode: str = "auto", **changes: Any) -> str:
     """Acts, with room for evictions, and closes what was nothing soon. `changes`: sections, merged into these."""
     value: dict[str, Any] = {
         "mode": mode,
-        "detectors": {"progress_note_s": 1.0, "healthy_steps": 2},
+        "detectors": {"progress_note_s": 1.0, "healthy_steps": 2, "pace": {"decline_min": 0.6}},
         "decider": {"quiet_s": 3.0, "silence_window_s": 4.0, "relapse_s": 0.5},
         "budget": {scope: {"evictions_max": 8, "share_max": 1.0} for scope in ("job", "rack", "fleet")},
     }
