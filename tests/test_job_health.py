@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -521,3 +523,28 @@ def test_skipped_updates_do_not_unconfirm_health() -> None:
             fact = TrainingProgress(rank=rank, world_size=2, phase="step", progress=step + 2, step=step, samples=(sample,))
             story.say(step + 1, f"n{rank}", fact, job="gpt", attempt=1, on_job=True)
     assert len(of(ProgressNoted, story)) == 1
+
+
+TIMERS = Path(__file__).parents[2] / "shared/cases/training/dlrover_xpu_timer.csv"
+
+
+@pytest.mark.skipif(not TIMERS.exists(), reason="needs ../shared")
+@pytest.mark.parametrize(
+    ("case", "rule"), [("normal/xpu_timer_metric_0", ""), ("hang/xpu_timer_metric_all", "no_progress"), ("hang/xpu_timer_metric_some", "rank_behind")]
+)  # fmt: skip
+def test_ranks_that_hang_in_a_real_recording_are_claimed_and_those_of_a_normal_job_are_not(case: str, rule: str) -> None:
+    """Which of eight ranks' kernels hang, as a timer in them found: those make no progress here, and the others do."""
+    hung = set()
+    for row in csv.DictReader(TIMERS.open(newline="")):
+        if row["file"] == case and row["metric"] == "XPU_TIMER_COMMON_HANG" and float(row["value"]):
+            hung.add(int(row["labels"].split('rank=""')[-1].split('rank="')[-1].strip('"}')))
+    story = running(begun(world=8), 1, 10, world=8)
+    for second in range(10, 40):
+        for rank in range(8):
+            done = 9 if rank in hung else second
+            story.progress(second, rank, 2 * done + 2, done, world=8)
+        story.tick(second + 0.5)
+    found = of(Signal, story)
+    assert [one.rule for one in found] == ([rule] if rule else [])
+    if rule == "rank_behind":
+        assert hung == {0, 2, 5} and all(f"rank {rank} on" in found[0].evidence for rank in hung)
