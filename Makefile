@@ -25,12 +25,12 @@ $(STAMP): constraints.txt pyproject.toml keepstep/pyproject.toml infra/bin/make-
 demo: $(STAMP)
 	@.venv/bin/keepstep demo $(DEMO)
 
-# The rest fills the processors; then the slow ones, which kill and freeze whole pipelines: three at a time, since they mostly wait.
+# Three at a time, since most tests wait more than they compute; apart, the slow ones, which kill and freeze whole pipelines.
 test: $(STAMP)
 ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"; quick=$$?; $(PY) -m pytest -n 3 --dist worksteal -m slow && exit $$quick
+	@$(PY) -m pytest -n 3 --dist loadfile -m "not slow"; quick=$$?; $(PY) -m pytest -n 3 --dist worksteal -m slow && exit $$quick
 endif
 
 lint: $(STAMP)

@@ -2,9 +2,10 @@
 
     fold(state, seen) -> state          due(state) -> (CarryOut | Refuse, ...)
 
-Rules, in this order: an intent with an outcome is over. A notification is always current and never held, an examination of a machine that is out always current. Any other is stale if its
-incident is closed, or if a later decision of its job has issued intents; then expired past its time; then held under a hold on its
-job or the fleet. What is begun too often without an outcome is given up.
+Rules, in this order: an intent with an outcome is over. A notification is always current and never held, an examination of a machine
+that is out always current. Any other is stale if its incident is closed (unless it is of FINISHED and has begun) or if a later decision
+of its job has issued intents; then expired past its time; then held under a hold on its job or the fleet. What is begun too often
+without an outcome is given up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from events.job import HoldPlaced, HoldReleased, JobDeclared, StandbyAdded
 BEGUN_MAX = 6
 #: Verbs that belong to no recovery: a page, and the examination of a machine that is out. They are current until they are done.
 ASIDE = ("notify", "examine")
+#: A machine is evicted for good; and where some ranks step, those that a node's agent was not told of yet are to be started still.
+FINISHED = ("evict_node", "start_attempt")
 #: Keys whose outcome is remembered, of all jobs: older intents are long superseded or expired.
 DONE_MAX = 10_000
 EVICTED_MAX = 10_000
@@ -198,8 +201,8 @@ def judge(state: State, pending: Pending) -> CarryOut | Refuse:
     """What is to be done with an intent, as of now."""
     intent = pending.intent
     why = stale(state, intent)
-    # An eviction that has begun is brought to its end though the job is back before it: the machine is out for good.
-    finishing = intent.verb == "evict_node" and pending.begun and intent.decision == state.job(intent.job).newest
+    # Some that have begun are brought to their end though the job is back before it.
+    finishing = intent.verb in FINISHED and pending.begun and intent.decision == state.job(intent.job).newest
     if why and not finishing:
         return Refuse(pending, "refused_stale", why)
     if state.now_ns > intent.expires_ns:

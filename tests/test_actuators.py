@@ -122,6 +122,17 @@ def test_a_closed_incident_closes_its_own_epoch_only() -> None:
     assert judged(planned)["d9/stop_attempt/"] == 1 and judged(planned)["d9/start_attempt/"] == 1
 
 
+@pytest.mark.parametrize(("verb", "ends"), [("evict_node", True), ("start_attempt", True), ("stop_attempt", False)])
+def test_what_has_begun_is_brought_to_its_end_though_the_job_is_back(verb: str, ends: bool) -> None:
+    """An agent that was killed has not answered yet, and the ranks of other nodes are healthy already."""
+    one = intent(verb, node="n1" if verb == "evict_node" else "")
+    begun = after(declared(), one, TryStarted(key=one.key, job=JOB, verb=one.verb, ordinal=1), closed(1))
+    assert judged(begun) == {one.key: 2 if ends else "refused_stale"}
+    assert judged(after(declared(), one, closed(1))) == {one.key: "refused_stale"}, "what has not begun is called back"
+    superseded = after(intent("notify"), intent(decision="d2", epoch=2), state=begun)
+    assert judged(superseded)[one.key] == "refused_stale", "a later decision took its place"
+
+
 def test_time_is_the_newest_records_and_expiry_counts_from_it() -> None:
     state = after(declared(), intent(expires_ns=START_NS + 10 * NS))
     assert judged(passed(state, 99, START_NS + 10 * NS)) == {"d1/stop_attempt/": 1}

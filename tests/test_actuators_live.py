@@ -61,7 +61,7 @@ class Bus:
         )  # fmt: skip
 
     def actuators(self) -> subprocess.Popen[bytes]:
-        return self.spawn("infra.actuator_service", "--home", str(self.home.path), "--unreachable-s", "6")
+        return self.spawn("infra.actuator_service", "--home", str(self.home.path), "--unreachable-s", "30")
 
     async def say(self, fact: Fact, role: str = "decider") -> None:
         event = make(fact, id=new_event_id(), source=role, subject=JOB, time=wall_ns(), job=JOB)
