@@ -9,7 +9,7 @@ from events.clock import NS
 from events.decision import Rung
 from events.envelope import Fact
 from processors import revisions
-from processors.attribution import PRIOR, attributed
+from processors.attribution import ECHOES, PRIOR, attributed
 from processors.budget import over_budget
 from processors.decisions import (
     CAREFUL,
@@ -36,7 +36,7 @@ Remedy = Callable[[Fleet, Job, Incident, Base, Situation, str], "list[Fact] | st
 def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
     """The next rung of the incident's ladder. Each that can't be taken is passed over, and said."""
     last, because = incident.last, f"{situation.value}; {why}"
-    if last is Last.NOTHING and (stated := judgement(fleet, job, incident)):
+    if last is Last.NOTHING and (stated := judgement(fleet, job, incident, situation)):
         because = f"{because}; {stated}"
     while (rung := LADDER[situation][last]) in REMEDIES:
         last = AFTER[rung]
@@ -52,10 +52,19 @@ def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Si
     return hand_over(fleet, job, incident, base, rule_of(situation, "hand_over"), because, situation=situation)
 
 
-def judgement(fleet: Fleet, job: Job, incident: Incident) -> str:
+#: What is judged in which trouble; in others, a crash's own words.
+_JUDGED: Mapping[Situation, frozenset[str]] = {
+    Situation.STALL: frozenset({"hang"}),
+    Situation.METRIC: frozenset({"nan"}),
+    Situation.CRASH: frozenset(PRIOR) - {"hang", "nan"} | ECHOES,
+}
+
+
+def judgement(fleet: Fleet, job: Job, incident: Incident, situation: Situation) -> str:
     """Of what both code and machines cause, seen in this incident: which it is more likely, from all that is known of job and nodes."""
     since = incident.first_evidence_ns - int(fleet.policy.attribution.together_s * NS)
-    mine = [s for s in fleet.sightings if s.job == job.name and s.seen_ns >= since]
+    kinds = _JUDGED.get(situation, frozenset())
+    mine = [s for s in fleet.sightings if s.job == job.name and s.seen_ns >= since and s.kind in kinds]
     roots = [s for s in mine if s.kind in PRIOR] or mine
     if not roots:
         return ""
