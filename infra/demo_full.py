@@ -194,13 +194,13 @@ class FullDemo(Demo):
         await self._tell(f"index-{step}", "")
 
         def handed() -> bool:
-            new = [s for i, s in self.watch.incidents.items() if i not in before]
-            return bool(new) and new[0].mechanism == "hand_over"
+            # It may be healthy for the steps up to the one that fails, and is then told as two incidents of one ladder.
+            return any(s.mechanism == "hand_over" for i, s in self.watch.incidents.items() if i not in before)
 
         over = await self._until(handed, FAULT_S_MAX, score.fault)
         stories = [s for i, s in self.watch.incidents.items() if i not in before]
         if stories:
-            self._fill(score, stories[0], step)
+            self._fill(score, stories[-1], step)
         score.missed = self._judge_hand_over(score, over, step)
         (self.told / f"index-{step}").unlink()
         attempt = self.watch.fleet.jobs[JOB].attempt
