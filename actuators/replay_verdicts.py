@@ -46,7 +46,7 @@ def _verdict(run: GroupRun, most: dict[int, tuple[Traces | None, int, int]]) -> 
         return True, trouble
     reference, alike, of = most[len(run.ranks)]
     steps = f"{len(run.ranks[0].trace)} steps from {run.ranks[0].first_step}"
-    if all(rank.blank for rank in run.ranks):
+    if all(rank.blank and not rank.parameters for rank in run.ranks):
         return False, f"{steps}; the script tells neither loss nor gradient norm, so nothing could be compared"
     if of == 1:
         return False, f"{steps}; no other replay of {len(run.ranks)} ranks came through to be compared with"
@@ -58,8 +58,7 @@ def _verdict(run: GroupRun, most: dict[int, tuple[Traces | None, int, int]]) -> 
     mine = _traces(run)
     if mine == reference:
         return False, f"{steps}, the same bit for bit in {alike} of {of} replays"
-    step, ranks = _first_difference(run, reference)
-    return True, f"from step {step} on {ranks} computed something else than in {alike} of {of} replays of the same steps"
+    return True, f"{_first_difference(run, reference)} in {alike} of {of} replays of the same steps"
 
 
 def _trouble(run: GroupRun) -> str:
@@ -84,7 +83,7 @@ def _where(rank: ReplayedRank) -> str:
 
 
 def _traces(run: GroupRun) -> Traces:
-    return tuple(rank.trace for rank in run.ranks)
+    return tuple((*rank.trace, rank.parameters) for rank in run.ranks)
 
 
 def _most(every: list[Traces]) -> tuple[Traces | None, int, int]:
@@ -96,15 +95,18 @@ def _most(every: list[Traces]) -> tuple[Traces | None, int, int]:
     return best, alike, len(every)
 
 
-def _first_difference(run: GroupRun, reference: Traces) -> tuple[int, str]:
-    """The first step, and the ranks that differ in it: all of them where what they tell was summed over the ranks."""
+def _first_difference(run: GroupRun, reference: Traces) -> str:
+    """The first step, and the ranks that differ in it: all of them where what they tell was summed over the ranks. The parameters, which
+    come last, where no step shows it."""
     mine = _traces(run)
     longest = max(len(trace) for trace in (*mine, *reference))
     for at in range(longest):
         differ = [rank for rank, (a, b) in enumerate(zip(mine, reference, strict=True)) if a[at : at + 1] != b[at : at + 1]]
         if differ:
             which = "all ranks" if len(differ) == len(mine) else f"rank {', '.join(map(str, differ[:8]))}"
-            return run.ranks[0].first_step + at, which
+            if at < len(run.ranks[differ[0]].trace):
+                return f"from step {run.ranks[0].first_step + at} on {which} computed something else than"
+            return f"after {at} steps {which} did not come to the same parameters, or ended otherwise, than"
     raise AssertionError("they do not differ")
 
 

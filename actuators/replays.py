@@ -155,10 +155,21 @@ class Replays:
                 task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a rank wrote: see ReplayedRank."""
+
+    first_step: int = -1
+    digests: tuple[str, ...] = ()
+    bad_step: int = -1
+    blank: bool = True
+    parameters: str = ""
+
+
 def _replayed(slot: Slot, steps: int, why: str, secrets: tuple[str, ...]) -> ReplayedRank:
     """Of a rank that has ended."""
     ended = slot.ended or {}
-    first_step, trace, bad_step, blank = read_trace(slot.folder / TRACE, steps)
+    seen = read_trace(slot.folder / TRACE, steps)
     how = f"exit code {ended['code']}" if ended.get("code") is not None else f"signal {ended.get('signal')}"
     detail, kind = "", "done"
     if slot.record.asked:  # by this module, and nobody else: it had not ended by itself
@@ -167,34 +178,40 @@ def _replayed(slot: Slot, steps: int, why: str, secrets: tuple[str, ...]) -> Rep
         lines = shown(str(ended.get("stderr_tail", "")).encode("utf-8", "replace"), secrets).strip().split("\n")
         detail, kind = f"{how}: {lines[-1]}"[:DETAIL_CHARACTERS_MAX], "crashed"
     return ReplayedRank(
-        rank=slot.record.rank, ended=kind, first_step=first_step, trace=trace, bad_step=bad_step, blank=blank, detail=detail
+        rank=slot.record.rank, ended=kind, first_step=seen.first_step, trace=seen.digests, bad_step=seen.bad_step, blank=seen.blank,
+        parameters=seen.parameters, detail=detail,
     )  # fmt: skip
 
 
-def read_trace(path: Path, steps: int) -> tuple[int, tuple[str, ...], int, bool]:
-    """First step (-1: none), a running digest after each, the first step with a value that is no finite number (-1: none; one whose update
-    was skipped is no fault), and whether no value was told. What the script's process wrote is not trusted: bounded, and what is no such line ends it."""
-    first_step, bad_step, blank = -1, -1, True
-    trace: list[str] = []
+def read_trace(path: Path, steps: int) -> Trace:
+    """What the script's process wrote is not trusted: bounded, and what is no such line ends it. A value that is no finite number is no
+    fault where the step's update was skipped."""
+    first_step, bad_step, blank, parameters = -1, -1, True, ""
+    digests: list[str] = []
     digest = b""
     try:
         with path.open("rb") as file:
             lines = file.read(TRACE_BYTES_MAX).split(b"\n")
     except OSError:
-        return first_step, (), bad_step, blank
-    for line in lines[:steps]:
+        return Trace()
+    for line in lines[: steps + 1]:
         try:
             value = json.loads(line)
+            if "parameters" in value:
+                parameters = str(value["parameters"])[:64]
+                break
             step = int(value["step"])
             numbers = [None if value[name] is None else float.fromhex(value[name]) for name in ("loss", "grad_norm")]
             packed = b"".join(b"\0" if number is None else struct.pack("<cd", b"\1", number) for number in numbers)
             digest = sha256(digest + struct.pack("<q", step) + packed).digest()[:8]
         except (ValueError, KeyError, TypeError, RecursionError, struct.error, OverflowError):
             break
-        first_step = step if not trace else first_step
-        trace.append(digest.hex())
+        if len(digests) == steps:
+            break
+        first_step = step if not digests else first_step
+        digests.append(digest.hex())
         given = [number for number in numbers if number is not None]
         blank = blank and not given
         if bad_step < 0 and not value.get("skipped") and not all(map(math.isfinite, given)):
             bad_step = step
-    return first_step, tuple(trace), bad_step, blank
+    return Trace(first_step, tuple(digests), bad_step, blank, parameters)

@@ -106,7 +106,8 @@ class ReplayedRank(Fact):
     with 0), `crashed` by itself, `cut` (it was ended: past its deadline, or another rank had failed). `trace`: after each step a digest
     of step, loss and gradient norm of all steps so far, bit for bit, so that two ranks can be compared and the first difference found;
     `blank` if the script tells no values. `bad_step`: the first step that was not skipped and whose loss or
-    gradient norm is no finite number (-1: none)."""
+    gradient norm is no finite number (-1: none). `parameters`: a checksum of the model's parameters on this rank after the last step, bit for
+    bit, where the script lets the hook restore it."""
 
     rank: int = Field(ge=0)
     ended: Literal["done", "crashed", "cut"]
@@ -114,4 +115,5 @@ class ReplayedRank(Fact):
     trace: tuple[str, ...] = ()
     blank: bool = False
     bad_step: int = -1
+    parameters: str = Field(default="", max_length=64)
     detail: str = Field(default="", max_length=TEXT_MAX)

@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from keepstep import _device
@@ -58,7 +59,7 @@ class _Nobody:
 class ReplayHook(Hook):
     """A hook whose samples go into the trace."""
 
-    __slots__ = ("_read_to", "_replay", "_trace", "_written")
+    __slots__ = ("_models", "_read_to", "_replay", "_trace", "_written")
 
     def __init__(self, environment: Mapping[str, str], replay: Replay) -> None:
         """Raises what Hook raises, and OSError where the trace can't be written."""
@@ -68,6 +69,7 @@ class ReplayHook(Hook):
         self._replay = replay
         self._trace = os.open(environment[_TRACE], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._read_to = self._written = 0
+        self._models: list[Any] = []
         random.seed(replay.seed)
 
     def step(
@@ -84,10 +86,16 @@ class ReplayHook(Hook):
                 return
             self._await_values()
             self._write()
+            if self._models:
+                os.write(self._trace, json.dumps({"parameters": _checksum(self._models)}).encode() + b"\n")
         except Exception as error:  # the machine is not to be blamed for it
             warn(f"this replay can't be recorded ({type(error).__name__}: {error})")
             os._exit(UNRECORDED)
         self._leave()
+
+    def watch(self, objects: Iterable[Any]) -> None:
+        """What the script restores: the parameters of models among it are compared at the end. Of a small error a loss may show nothing."""
+        self._models = [value for value in objects if callable(getattr(value, "parameters", None))]
 
     def _await_values(self) -> None:
         end_s = time.monotonic() + VALUES_S
@@ -123,6 +131,23 @@ class ReplayHook(Hook):
 
 def _bits(value: float | None) -> str | None:
     return None if value is None else float(value).hex()
+
+
+def _checksum(models: Iterable[Any]) -> str:
+    """Of all parameters that lie on this rank, bit for bit; summed where they lie, so that no model is copied from its device."""
+    torch: Any = sys.modules["torch"]
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    digest = sha256()
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if local.numel():
+                    bits = local.detach().contiguous().view(-1)
+                    bits = torch.view_as_real(bits).view(-1) if bits.is_complex() else bits
+                    total = int(bits.view(as_integers[bits.element_size()]).sum(dtype=torch.int64).item())
+                    digest.update(b"%d %d;" % (local.numel(), total))
+    return digest.hexdigest()[:16]
 
 
 def _farewell() -> None:

@@ -33,6 +33,8 @@ def to_restore(folder: Any, hook: Hook | None) -> Path | None:
 def restore(objects: Mapping[str, Any], folder: Any, hook: Hook | None) -> int:
     path = to_restore(folder, None)
     step = -1
+    if isinstance(hook, _replay.ReplayHook):
+        hook.watch(objects.values())
     if path is not None:
         named = checkpoint.step_of(path)
         if named is None:

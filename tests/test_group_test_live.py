@@ -39,7 +39,8 @@ async def test_two_rounds_name_the_node_that_computes_wrong_numbers(tmp_path: Pa
     found = locate(made.groups, done.replays)
     assert (found.outcome, found.suspects, found.certain) == ("located", ("node-3",), ("node-3",)), f"{found}\n{said}"
     assert sum("the same bit for bit in 4 of 6 replays" in result.detail for result in done.replays) == 4, said
-    assert sum("from step 0 on all ranks computed something else" in result.detail for result in done.replays) == 2, said
+    # so small an error that the losses, rounded to single precision, may not show it: the parameters do
+    assert sum("all ranks" in result.detail and "in 4 of 6 replays" in result.detail for result in done.replays) == 2, said
     assert any("1 of them warm" in answer.detail for answer in cluster.answers), [answer.detail for answer in cluster.answers]
     assert cluster.news == [] and cluster.processes() == []
     assert not (tmp_path / "job" / "checkpoints").exists()
@@ -62,5 +63,6 @@ def test_the_demo_job_replays_a_part_of_its_model_from_a_checkpoint(tmp_path: Pa
         "KEEPSTEP_RESTORE": str(there[1]), "KEEPSTEP_REPLAY_STEPS": "2", "KEEPSTEP_REPLAY_LAYERS": "1", "KEEPSTEP_REPLAY_TRACE": str(trace),
     }  # fmt: skip
     subprocess.run([*command, "1000"], env=environment, check=True, timeout=60)
-    assert [json.loads(line)["step"] for line in trace.read_text().splitlines()] == [2, 3]
+    *steps, last = map(json.loads, trace.read_text().splitlines())
+    assert [line["step"] for line in steps] == [2, 3] and len(last["parameters"]) == 16
     assert sorted((tmp_path / "checkpoints").iterdir()) == there

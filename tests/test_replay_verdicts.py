@@ -52,6 +52,13 @@ def test_only_replays_of_one_shape_are_compared() -> None:
     assert "no other replay of 3 ranks" in judged(other, ranks())[0].detail
 
 
+def test_parameters_show_what_the_losses_do_not() -> None:
+    right, wrong = ranks(parameters="ab"), (ranks(parameters="ab")[0], ranks(parameters="cd")[1])
+    results = judged(right, wrong, right, right)
+    assert [result.failed for result in results] == [False, True, False, False]
+    assert results[1].detail.startswith("after 3 steps rank 1 did not come to the same parameters")
+
+
 def test_a_shorter_run_differs() -> None:
     assert failed(ranks(), ranks(tuple(trace[:2] for trace in RIGHT)), ranks(), ranks()) == [False, True, False, False]
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from actuators.group_test import GroupTest
 from actuators.local import Local
 from actuators.replay_verdicts import verdicts
-from actuators.replays import read_trace
+from actuators.replays import Trace, read_trace
 from events.action import CommandAnswered, NodeCommand
 from events.decision import RankPlace
 from tests.replay_nodes import Cluster, declared, work
@@ -124,7 +125,10 @@ async def test_a_replay_runs_some_steps_apart_from_the_job_and_is_ended_by_the_h
         ("hang", "rank 0 got no further than 1 steps"),
         ("nan", "no finite number at step 1"),
         ("wrong", "from step 1 on all ranks computed something else than in 6 of 8"),
-        ("blank", "from step 1 on all ranks computed something else"),  # it ended early, with 0
+        (
+            "blank",
+            "after 1 steps all ranks did not come to the same parameters, or ended otherwise, than in 6 of 8",
+        ),  # it ended early, with 0
     ],
 )
 async def test_what_goes_wrong_on_a_node_is_seen(job: Job, bad: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +236,18 @@ async def test_commands_that_are_none_are_refused(job: Job) -> None:
 
 def test_a_trace_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    assert read_trace(path, 9) == (-1, (), -1, True)
+    assert read_trace(path, 9) == Trace()
     lines = ['{"step": 5, "loss": "0x1.8p+1", "grad_norm": null}', '{"step": 6, "loss": "nan", "grad_norm": "0x1p0"}']
     path.write_text("\n".join([*lines, "{torn", '{"step": 8, "loss": null, "grad_norm": null}']))
-    first, trace, bad, blank = read_trace(path, 9)
-    assert (first, len(trace), bad, blank) == (5, 2, 6, False)
-    assert read_trace(path, 1)[1] == trace[:1]
+    seen = read_trace(path, 9)
+    assert (seen.first_step, len(seen.digests), seen.bad_step, seen.blank) == (5, 2, 6, False)
+    assert read_trace(path, 1).digests == seen.digests[:1]
+    path.write_text("\n".join([*lines, '{"parameters": "ab12"}']))
+    assert read_trace(path, 2) == replace(seen, parameters="ab12")
     path.write_text(lines[1].replace("}", ', "skipped": true}'))
-    assert read_trace(path, 9)[2] == -1  # an overflow that the loss scaler took care of
+    assert read_trace(path, 9).bad_step == -1  # an overflow that the loss scaler took care of
     path.write_text("\n".join([lines[0].replace("1.8p+1", "1.8000000000001p+1"), lines[1]]))
-    other = read_trace(path, 9)[1]
-    assert other[0] != trace[0] and other[1] != trace[1]  # a difference stays
+    other = read_trace(path, 9).digests
+    assert other[0] != seen.digests[0] and other[1] != seen.digests[1]  # a difference stays
     path.write_bytes(b'{"step": 99999999999999999999, "loss": null, "grad_norm": null}\n' + b"[1]\n" * 10)
-    assert read_trace(path, 9) == (-1, (), -1, True)
+    assert read_trace(path, 9) == Trace()
