@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from actuators.machine_tests import agreed
 from events.action import OutcomeRecorded, PageRepeated, Result, TryStarted
 from events.decision import IncidentClosed, IntentIssued
 from events.envelope import AnyEvent
@@ -55,13 +56,15 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """What is known of a job. `newest`: the decision whose intents are current. `standbys`: nodes, in the order they came."""
+    """What is known of a job. `newest`: the decision whose intents are current. `standbys`: nodes, in the order they came. `reference`:
+    what its machines agreed on when they were tested, to the bit (software -> digest)."""
 
     declared: JobDeclared | None = None
     newest: str = ""
     closed_epoch: int = 0
     standbys: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
+    reference: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,9 @@ def _outcome(state: State, seen: Seen, fact: OutcomeRecorded) -> State:
         pending=_without(state.pending, fact.key),
         done=_with(state.done, fact.key, None, DONE_MAX),
     )
+    if fact.verb == "diagnose" and (found := agreed(fact.tests)):
+        view = state.job(fact.job)
+        state = replace(state, jobs=_with(state.jobs, fact.job, replace(view, reference={**view.reference, **found})))
     if pending is not None and fact.verb == "evict_node" and fact.result == "done":
         view = state.job(fact.job)
         evicted = (*view.evicted, pending.intent.node)[-EVICTED_MAX:]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from actuators import machine_tests
 from actuators.group_test import GroupTest
 from actuators.port import Done, Nodes, Unanswered, Work
 from actuators.stack_rounds import Aggregate, capture_rounds
@@ -134,10 +136,10 @@ class Local:
         return await capture_rounds(work, nodes, self.aggregate, self.within_s, _ask_all)
 
     async def diagnose(self, work: Work, nodes: Nodes) -> Done:
-        return Done("failed", "this version has no tests of machines")
+        return await machine_tests.diagnose(work, nodes, partial(_command, work), _what(work.declared), self.unreachable_s)
 
     async def examine(self, work: Work, nodes: Nodes) -> Done:
-        return Done("failed", "this version has no tests of machines")
+        return await machine_tests.examine(work, nodes, partial(_command, work), _what(work.declared))
 
     async def group_test(self, work: Work, nodes: Nodes) -> Done:
         """Two rounds of short replays in groups: see actuators.group_test."""

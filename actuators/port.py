@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,11 +14,13 @@ from events.job import JobDeclared
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An intent with what is known of its job. `standbys`: spare nodes that were not evicted, in order."""
+    """An intent with what is known of its job. `standbys`: spare nodes that were not evicted, in order. `reference`: what its machines
+    agreed on in earlier tests, to the bit: what must be equal for it -> digest."""
 
     intent: IntentIssued
     declared: JobDeclared
     standbys: tuple[str, ...] = ()
+    reference: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ everything else is upgraded. It answers on FOLDER/control.sock in JSON lines:
     {"do":"status"}                                  {"re":"status","phase":"parked","ready":true,"pid":1,"start_time":2}
     {"do":"park"}                                    {"re":"park","ok":true,"pid":1,"start_time":2}
     {"do":"go","environment":{},"argv":[],"directory":""}   {"re":"go","ok":true,"pid":1,"start_time":2,"warm":true}
+    {"do":"diagnose","spec":{}}                      {"re":"diagnose","ok":true}, later {"event":"diagnosed",…the worker's answer…}
     {"do":"kill"}, {"do":"terminate","grace_s":10}   {"re":"kill","ok":true}
                                                      {"event":"ready"}, {"event":"exit",…what exit.json holds…}
 
@@ -154,6 +155,7 @@ class Shim:
         self.killing = False
         self.control: socket.socket | None = None
         self.to_worker = bytearray()
+        self.from_worker = b""
         self.niced = False
         self.quiet_until: float | None = None
         self.idle_since = time.monotonic()
@@ -273,7 +275,7 @@ class Shim:
         if self.control is None:
             return
         try:
-            data = self.control.recv(4096)
+            data = self.control.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
@@ -282,10 +284,24 @@ class Shim:
             self.poll.unregister(self.control.fileno())
             self.control.close()
             self.control = None
-        elif b'"parked"' in data and not self.ready and self.phase == "parked":
-            self.ready = True
-            self.hurry()  # it waits now, at no cost; a start finds it as it should be
-            self.tell({"event": "ready"})
+            return
+        *lines, rest = (self.from_worker + data).split(b"\n")
+        self.from_worker = rest[-LINE_BYTES_MAX:]
+        for line in lines:
+            if b'"diagnosed"' in line:
+                self.tell({"event": "diagnosed", **json.loads(line)["diagnosed"]})
+            elif b'"parked"' in line and not self.ready and self.phase == "parked":
+                self.ready = True
+                self.hurry()  # it waits now, at no cost; a start finds it as it should be
+                self.tell({"event": "ready"})
+
+    def diagnose(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Tests of the machine, by the tester beside a parked worker."""
+        if not self.ready or self.phase != "parked" or self.ended is not None:
+            return {"ok": False, "because": "its worker is not parked and warm"}
+        self.to_worker += json.dumps({"diagnose": spec}).encode() + b"\n"
+        self.flush_control()
+        return {"ok": True}
 
     # Ends
 
@@ -457,10 +473,12 @@ class Shim:
             return {"re": what, **self.go(asked)}
         if what == "park":
             return {"re": what, **self.park()}
+        if what == "diagnose":
+            return {"re": what, **self.diagnose(asked["spec"])}
         if what in ("kill", "terminate"):
             self.end(float(asked.get("grace_s", 0)) if what == "terminate" else 0)
             return {"re": what, "ok": True}
-        return {"re": what, "ok": False, "because": f"{what!r} is not park, go, kill, terminate or status"}
+        return {"re": what, "ok": False, "because": f"{what!r} is not park, go, diagnose, kill, terminate or status"}
 
     def park(self) -> dict[str, Any]:
         """Not before an agent asks: one that died while it made this slot must not leave a worker that nobody knows of."""

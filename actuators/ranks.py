@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from actuators.checkpoints import CheckpointReader
 from actuators.environment import Plan, parked_form, plan_of, ranked
 from actuators.node_memory import NodeMemory
+from actuators.node_tests import NodeTests, clear
 from actuators.processes import state_of
 from actuators.replays import Replays
 from actuators.revisions import RevisionFailed, Revisions
@@ -98,6 +99,7 @@ class RankHost:
             on_exit=self._exited,
             on_found=self._report_started,
         )
+        self._tests = NodeTests(node, self.folder / "tests", self._slots)
         self._memory = NodeMemory(self.folder)
         self._checkpoints = CheckpointReader()
         self.revisions = Revisions(self.folder / "revisions", self._directories, boot_id=boot_id)
@@ -118,6 +120,7 @@ class RankHost:
         self._memory.recover()
         await self._slots.recover()
         await self._replays.recover()
+        clear(self._tests.folder)
         for job, mark in self._memory.jobs.items():
             if mark.parked_wanted and mark.fenced < 0:
                 self._refill_soon(job)
@@ -217,6 +220,8 @@ class RankHost:
                 case "stacks":
                     final = False  # each time is another look; the answer would fill the memory of what was done
                     detail, more = await self._stacks(command)
+                case "diagnose":
+                    detail, more = await self._diagnose(command)
             ok = True
         except Refused as error:
             ok, detail = False, str(error)
@@ -404,6 +409,19 @@ class RankHost:
             await asyncio.gather(*(self._slots.end(slot, 0) for slot in theirs))
             strays = await self._slots.sweep(job, set())
         return f"{len(theirs)} workers ended, {strays} stray processes killed; starts up to epoch {command.epoch} are refused"
+
+    async def _diagnose(self, command: NodeCommand) -> tuple[str, dict[str, Any]]:
+        """A fenced machine is tested like any other; what was started for it is ended afterwards."""
+        job = command.job
+        if running := [slot for slot in self._slots.there(job) if slot.record.attempt and slot.live]:
+            raise Refused(f"{len(running)} ranks of {job!r} run here; its machines are tested while it is stopped")
+        mark = self._memory.job(job)
+        kept = mark.parked_wanted if mark.fenced < 0 else 0
+        try:
+            detail, results = await self._tests.run(command, plan_of(command), kept)
+        finally:
+            self._refill_soon(job)
+        return detail, {"tests": results}
 
     # Parking
 

@@ -74,6 +74,7 @@ class Slot:
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._answers: dict[str, list[asyncio.Future[dict[str, Any]]]] = {}
+        self._diagnosed: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     @property
     def live(self) -> bool:
@@ -197,6 +198,10 @@ class Slot:
             self.ended_with(said)
         elif said.get("event") == "ready":
             self.ready.set()
+        elif said.get("event") == "diagnosed":
+            found = self._diagnosed.get(str(said.get("id")))
+            if found is not None and not found.done():
+                found.set_result(said)
         elif kind := said.get("re"):
             if said.get("pid") and said.get("start_time"):
                 self.worker = Process(int(said["pid"]), int(said["start_time"]))
@@ -273,7 +278,31 @@ class Slot:
         if not said.get("ok"):
             raise SlotFailed(str(said.get("because", "its shim refused")))
         self.phase = "running"
+        for found in self._diagnosed.values():
+            if not found.done():
+                found.set_exception(SlotFailed("a start took the worker whose tester it was"))
         self.note(gone_to=True, warm=bool(said.get("warm")))
+
+    async def diagnose(self, spec: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """What the tester of this parked worker answers to `spec` (with an `id` of its own). Raises SlotFailed, and TimeoutError if it
+        does not come to an answer by itself."""
+        found: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._diagnosed[str(spec["id"])] = found
+        gone = asyncio.create_task(self.gone.wait())
+        try:
+            said = await self.ask("diagnose", spec=spec)
+            if not said.get("ok"):
+                raise SlotFailed(str(said.get("because", "its shim refused")))
+            ends: set[asyncio.Future[Any]] = {found, gone}
+            done, _ = await asyncio.wait(ends, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if found in done:
+                return found.result()
+            if gone in done:
+                raise SlotFailed("its worker ended in the middle of a test")
+            raise TimeoutError
+        finally:
+            gone.cancel()
+            del self._diagnosed[str(spec["id"])]
 
     async def end(self, grace_s: float, within_s: float = 5.0) -> list[Process]:
         """Ends the worker and all that it started; what could not be ended within `grace_s + within_s` (uninterruptible sleep)."""

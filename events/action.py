@@ -80,9 +80,12 @@ class NodeCommand(Fact):
     #: checkpoint below this step (-1: the newest of all).
     revision: str = Field(default="", max_length=NAME_MAX)
     restore_below_step: int = Field(default=-1, ge=-1)
-    #: diagnose: tests by name, and the time that all of them may take. `replay`: the steps to run (0: what replays of the job's is
-    #: ended), and the time that they may take.
+    #: diagnose: tests by name, the time that all of them may take, for how long they are repeated (0: once), and the machines that do
+    #: them together, `node_rank` this one's place. `replay`: the steps to run (0: what replays of the job's is ended), and the time that
+    #: they may take.
     tests: tuple[str, ...] = ()
+    repeat_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    nodes: tuple[str, ...] = ()
     within_s: float = Field(default=0, ge=0, allow_inf_nan=False)
     steps: int = Field(default=0, ge=0)
 

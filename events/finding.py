@@ -85,6 +85,11 @@ class CheckResult(Fact):
     value: float | None = None
     unit: str = Field(default="", max_length=32)
     duration_s: float = Field(default=0, ge=0)
+    #: Of a test that equal machines do alike to the bit: what came out, and what must be equal for it to be (versions, device, layout).
+    digest: str = Field(default="", max_length=64)
+    software: str = Field(default="", max_length=TEXT_MAX)
+    #: How often it was done; the first failure counts.
+    rounds: int = Field(default=1, ge=1)
     #: What the test changed on the machine (clocks, persistence, environment), and whether it was proven put back.
     changed: tuple[str, ...] = ()
     restored: bool = True

@@ -201,7 +201,8 @@ class Actuators:
         view = self.state.job(intent.job)
         if view.declared is None:
             return None
-        return Work(intent, view.declared, tuple(node for node in view.standbys if node not in view.evicted))
+        standbys = tuple(node for node in view.standbys if node not in view.evicted)
+        return Work(intent, view.declared, standbys, view.reference)
 
     async def _by_backend(self, work: Work) -> Done:
         backend = self.backends.get(work.declared.backend)

@@ -5,6 +5,7 @@ data-parallel model) and waits, at no cost, to become the user's script.
 
 N is a connected stream socket with one JSON object a line:
     worker -> {"parked": true, "pid": 1, "torch": true, "warm_s": 5.2}
+    worker <- {"diagnose": {...}}          any number of times: tests of the machine, run beside it (keepstep._tester)
     worker <- {"go": {"env": {"RANK": "0", ...}, "argv": ["train.py", "--steps", "9"], "cwd": "/home/me"}}
 `argv` may begin with "-m", "module"; a null in `env` takes that variable out. From "go" on the process is that of the script run
 directly: its arguments, module path, random numbers, traceback and exit code. A channel that closes without "go" ends it with 0.
@@ -28,6 +29,8 @@ import sys
 import time
 import types
 from typing import Any
+
+from keepstep import _tester
 
 #: A command line and an environment fit into far less; more is not from us.
 LINE_BYTES_MAX = 8 << 20
@@ -63,8 +66,8 @@ def _is_python(word: str) -> bool:
     return name.startswith("python") and all(part.isdigit() for part in name[len("python") :].split(".") if part)
 
 
-def warm() -> bool:
-    """Does once what a training script's first step does anyway, and puts the random numbers back. Whether torch is there."""
+def load() -> bool:
+    """Imports what the script will, but for the script. Whether torch is there."""
     for name in filter(None, os.environ.get("KEEPSTEP_PARKED_IMPORTS", "").split(",")):
         try:
             importlib.import_module(name.strip())
@@ -73,25 +76,45 @@ def warm() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
     try:
+        importlib.import_module("torch")
+        importlib.import_module("torch.distributed")
+    except Exception as error:
+        _say(f"could not import torch ahead ({type(error).__name__}: {error})")
+    return "torch" in sys.modules
+
+
+def warm() -> None:
+    """Does once what a training script's first step does anyway, and puts the random numbers back."""
+    try:
         from keepstep import _warm
 
         _warm.step()
     except Exception as error:
         _say(f"could not run a step ahead ({type(error).__name__}: {error}); the start will be slower")
-    return "torch" in sys.modules
 
 
-def await_go(channel: socket.socket) -> dict[str, Any] | None:
-    """Waits for "go"; None when the channel closes first. Raises ValueError for anything else."""
+def await_go(channel: socket.socket, tester: socket.socket) -> dict[str, Any] | None:
+    """Waits for "go" and hands on what is for the tester; None when the channel closes first. Raises ValueError for anything else."""
     text = b""
-    while not text.endswith(b"\n"):
-        block = channel.recv(1 << 16)
-        if not block:
-            return None
-        text += block
-        if len(text) > LINE_BYTES_MAX:
-            raise ValueError("the line is too long")
-    message = json.loads(text)
+    while True:
+        line, end, rest = text.partition(b"\n")
+        if not end:
+            block = channel.recv(1 << 16)
+            if not block:
+                return None
+            text += block
+            if len(text) > LINE_BYTES_MAX:
+                raise ValueError("the line is too long")
+            continue
+        message = json.loads(line)
+        if isinstance(message, dict) and isinstance(message.get("diagnose"), dict):
+            tester.sendall(line + b"\n")
+            text = rest
+            continue
+        return _go_of(message)
+
+
+def _go_of(message: Any) -> dict[str, Any]:
     go = message.get("go") if isinstance(message, dict) else None
     if not isinstance(go, dict):
         raise ValueError('it is not {"go": {...}}')
@@ -224,19 +247,23 @@ def main(arguments: list[str]) -> None:
     if not safe_path:
         del sys.path[0]  # the folder that -m put there: the script brings its own
     begun_s = time.monotonic()
-    has_torch = warm()
+    has_torch = load()
+    tester = _tester.start(channel)  # before the first step, which starts threads
+    if has_torch:
+        warm()
     gc.collect()
     gc.freeze()  # what is imported now stays: no collection needs to look at it again
     parked = {"parked": True, "pid": os.getpid(), "torch": has_torch, "warm_s": round(time.monotonic() - begun_s, 3)}
     try:
         channel.sendall(json.dumps(parked).encode() + b"\n")
-        go = await_go(channel)
+        go = await_go(channel, tester)
     except OSError:
         go = None
     except ValueError as error:
         _say(f"can't go: {error}")
         raise SystemExit(2) from None
     channel.close()
+    tester.close()  # and so it ends
     if go is None:
         raise SystemExit(0)
     try:
