@@ -2,7 +2,7 @@
 where the machine has eight ranks, else the largest that fits). Machines of one kind must come to the same bits: loss, logits,
 gradients, updated weights.
 
-After ByteRobust's bit-wise alignment test (SOSP 2025, section 4.2). KEEPSTEP_TESTS gives it the job's own shapes, since corruption
+After ByteRobust's bit-wise alignment test (SOSP 2025, arXiv 2509.16293). KEEPSTEP_TESTS gives it the job's own shapes, since corruption
 can depend on them: `{"reference": {"hidden": 512, "heads": 8, "sequence": 128, "batch": 8, "vocabulary": 512, "layers": 2}}`.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Iterator
-from hashlib import sha256
 from typing import Any
 
 from keepstep._check_compute import digest_of
@@ -135,6 +134,12 @@ def weights_of(torch: Any, device: Any, groups: Groups, sizes: dict[str, int]) -
 
 def step(torch: Any, device: Any, groups: Groups, sizes: dict[str, int]) -> tuple[str, bool]:
     """One step. The digest of all that came of it on this rank, and whether all of it is finite."""
+    seen = list(outcome(torch, device, groups, sizes).values())
+    return digest_of(*seen), all(bool(torch.isfinite(tensor).all()) for tensor in seen)
+
+
+def outcome(torch: Any, device: Any, groups: Groups, sizes: dict[str, int]) -> dict[str, Any]:
+    """All that comes of one step on this rank: activations, logits and loss, each gradient and updated weight."""
     functional = torch.nn.functional
     begin, end = _parallel(torch, groups)
     weights = weights_of(torch, device, groups, sizes)
@@ -165,11 +170,11 @@ def step(torch: Any, device: Any, groups: Groups, sizes: dict[str, int]) -> tupl
     for layer in range(sizes["layers"]):
         if layer * groups.pp_size // sizes["layers"] == groups.pp:
             x = block(x, layer)
-    seen = [x]
+    seen = {"activations": x}
     if last:
         logits = functional.linear(functional.layer_norm(x, (hidden,)), weights["head"])
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        seen += [logits, loss]
+        seen.update(logits=logits, loss=loss)
         loss.backward()
     else:
         groups.send(x.detach(), groups.pp + 1)
@@ -180,17 +185,11 @@ def step(torch: Any, device: Any, groups: Groups, sizes: dict[str, int]) -> tupl
         for name in sorted(weights):
             grad = groups.sum_dp(weights[name].grad)
             weights[name] -= STEP_SIZE * grad / grad.norm().clamp(min=1e-6)
-            seen += [grad, weights[name]]
-        finite = all(bool(torch.isfinite(tensor).all()) for tensor in seen)
-    return digest_of(*seen), finite
+            seen.update({f"{name} gradient": grad, f"{name} weight": weights[name]})
+    return seen
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
     """In place of a group: a machine with one rank."""
     yield None
-
-
-def machine_digest(digests: list[str]) -> str:
-    """Of all ranks' digests, in the order of the ranks."""
-    return sha256("".join(digests).encode()).hexdigest()[:32]

@@ -92,7 +92,8 @@ class Machine:
 
     def goes_on(self, took_s: float) -> bool:
         """Whether another round is begun; the first rank decides for all of the machine's."""
-        own = time.monotonic() + took_s / 2 < min(self.repeat_end_s, self.end_s - 2 * took_s)
+        wanted = self.round == 1 or time.monotonic() + took_s / 2 < self.repeat_end_s
+        own = self.thorough and wanted and self.left_s() > 2 * took_s
         if self.size == 1 or not self.thorough:
             return own
         store = self.store_here("rounds", self.size)
@@ -170,7 +171,10 @@ def all_gather(machine: Machine) -> Iterator[dict[str, Any]]:
     for peer, passed, detail, speed, seconds in links.all_gather(machine.torch, machine.device, ring, rounds, n_bytes):
         if passed and speed is not None and speed < least:
             passed, detail = False, f"{speed:.3g} GB/s, less than the {least:g} it should have"
-        yield {"passed": passed, "detail": detail, "peers": (peer,), "value": speed, "unit": "GB/s", "duration_s": seconds}
+        yield {
+            "passed": passed, "detail": detail, "peers": (peer,), "value": speed, "unit": "GB/s", "duration_s": seconds,
+            "software": "nccl" if machine.device.type == "cuda" else "gloo",
+        }  # fmt: skip
 
 
 def ib_write_bw(machine: Machine) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,7 @@ def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list
     verdict: Verdict = "unproven"
     why = f"{outcome.result}: {outcome.detail}"
     if outcome.result == "done":
-        verdict, why = diagnosis.verdict(outcome.tests)
+        verdict, why = diagnosis.verdict(outcome.tests, diagnosis.prior_of(rule))
     back = verdict == "exonerated" or (verdict == "unproven" and fleet.policy.decider.unproven == "watch")
     back = back and outcome.result == "done" and node not in job.by_node
     return [

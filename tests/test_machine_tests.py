@@ -28,7 +28,7 @@ from events.job import JobDeclared, Place
 from processors.diagnosis import suspects
 from tests.hook_agent import HOOK
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+REAL = pytest.mark.asyncio(loop_scope="module")
 FAULTS = Path(__file__).parent / "machine_faults"
 NODES = ("n0", "n1", "n2", "n3")
 TRAIN = "import os, sys, time\nopen(os.path.join(sys.argv[1], os.environ['RANK'] + '-' + str(os.getpid())), 'w').close()\ntime.sleep(600)\n"
@@ -122,7 +122,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def healthy(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     yield
-    if "cluster" in request.fixturenames:
+    if "cluster" in request.fixturenames:  # and not the pure ones
         here = request.getfixturevalue("cluster")
         here.fault("")
         here.deaf.clear()
@@ -137,6 +137,7 @@ def named(done: Done) -> set[str]:
     return set(suspects(done.tests))
 
 
+@REAL
 async def test_healthy_machines_pass_all_in_about_a_second_and_their_workers_stay_parked(cluster: Cluster) -> None:
     before = cluster.workers()
     begun_s = time.monotonic()
@@ -159,6 +160,7 @@ async def test_healthy_machines_pass_all_in_about_a_second_and_their_workers_sta
     print(f"quick diagnosis of 4 nodes: {took_s:.2f} s; {done.detail}")
 
 
+@REAL
 async def test_a_flipped_bit_only_under_the_jobs_shape_is_named(cluster: Cluster) -> None:
     cluster.fault("flip n2 48 80 72")
     done = await cluster.diagnose()
@@ -166,6 +168,7 @@ async def test_a_flipped_bit_only_under_the_jobs_shape_is_named(cluster: Cluster
     assert "48x80x72" in suspects(done.tests)["n2"]
 
 
+@REAL
 async def test_a_flipped_bit_in_a_shape_that_only_the_step_has_is_named_by_its_bits(cluster: Cluster) -> None:
     cluster.fault("flip n1 64 64 128")  # the head of the reference model
     done = await cluster.diagnose()
@@ -173,6 +176,7 @@ async def test_a_flipped_bit_in_a_shape_that_only_the_step_has_is_named_by_its_b
     assert "other bits than 3 of 4" in suspects(done.tests)["n1"]
 
 
+@REAL
 async def test_a_machine_that_sends_corrupted_content_is_the_common_end_of_two_bad_pairs(cluster: Cluster) -> None:
     cluster.fault("corrupt n3")
     done = await cluster.diagnose(tests=("all_gather",))
@@ -180,12 +184,14 @@ async def test_a_machine_that_sends_corrupted_content_is_the_common_end_of_two_b
     assert "1 of 262144 words from n3 arrived changed" in {r.detail for r in done.tests if r.node == "n0"}
 
 
+@REAL
 async def test_a_slow_link_stands_out_from_the_others(cluster: Cluster) -> None:
     cluster.fault("slow n1")
     done = await cluster.diagnose(tests=("all_gather",))
     assert named(done) == {"n1"}, done
 
 
+@REAL
 async def test_a_machine_that_hangs_in_a_test_is_killed_there_and_named(cluster: Cluster) -> None:
     before = cluster.workers()
     cluster.fault("hang n2")
@@ -200,6 +206,7 @@ async def test_a_machine_that_hangs_in_a_test_is_killed_there_and_named(cluster:
     assert cluster.workers() == before  # only the run was killed: the worker beside it is as warm as before
 
 
+@REAL
 async def test_a_machine_on_which_the_test_dies_is_named(cluster: Cluster) -> None:
     cluster.fault("die n0")  # the one that has the others' store
     done = await cluster.diagnose(within_s=6.0)
@@ -207,6 +214,7 @@ async def test_a_machine_on_which_the_test_dies_is_named(cluster: Cluster) -> No
     assert "signal 9" in suspects(done.tests)["n0"]
 
 
+@REAL
 async def test_a_silent_agent_is_an_answer_and_the_others_go_on_without_it(cluster: Cluster) -> None:
     cluster.deaf = {"n0"}
     done = await cluster.diagnose()
@@ -215,6 +223,7 @@ async def test_a_silent_agent_is_an_answer_and_the_others_go_on_without_it(clust
     assert edges == {frozenset(pair) for pair in (("n1", "n2"), ("n2", "n3"), ("n1", "n3"))}
 
 
+@REAL
 async def test_a_tester_that_is_stopped_itself_fails_its_machine_and_its_worker_is_replaced(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +239,7 @@ async def test_a_tester_that_is_stopped_itself_fails_its_machine_and_its_worker_
     assert cluster.workers()["n1"] != worker
 
 
+@REAL
 async def test_the_reattempt_after_it_starts_from_the_same_warm_workers(cluster: Cluster) -> None:
     before = cluster.workers()
     await cluster.diagnose()
@@ -249,6 +259,7 @@ async def test_the_reattempt_after_it_starts_from_the_same_warm_workers(cluster:
     assert stopped.result == "done"
 
 
+@REAL
 async def test_a_fenced_machine_is_examined_for_longer_and_nothing_is_left_on_it(cluster: Cluster) -> None:
     reference = agreed((await cluster.diagnose(attempt=2)).tests)
     assert len(reference) == 1

@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 from infra.cli import (
     classify,
     demo_command,
+    diagnose_command,
     doctor_command,
     grouptest,
     notify,
@@ -53,6 +54,7 @@ for module in (
     setup,
     topology,
     classify,
+    diagnose_command,
     doctor_command,
     grouptest,
     stacks,
