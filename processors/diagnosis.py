@@ -16,10 +16,10 @@ from events.finding import CheckResult
 
 #: Tests between two machines; `peers` is the other.
 LINKS = ("all_gather", "ib_write_bw")
-#: A link slower than this share of the median of its kind is slow. Over gloo a busy core looks like a slow link: only one that all but
-#: stands still is told from it.
+#: A link is slow with less than this share of what is usual for its kind: the middle of the fastest third, since of three links one bad
+#: machine slows two. Over gloo a busy core looks like a slow link: only one that all but stands still is told from it.
 SLOW_SHARE, SLOW_SHARE_GLOO = 0.5, 0.03
-#: Fewer links have no median to speak of.
+#: Of fewer links none is usual.
 LINKS_MIN = 3
 #: So many machines that fail with each other and nobody else are one cause's, not each one's own.
 TANGLE_MAX = 10
@@ -134,7 +134,7 @@ def _by_speed(links: Mapping[_Pair, _Link]) -> dict[_Pair, _Link]:
     for pair, link in links.items():
         speeds = kinds.get(link.kind, [])
         if link.speed is not None and len(speeds) >= LINKS_MIN:
-            usual = median(speeds)
+            usual = median(sorted(speeds)[2 * len(speeds) // 3 :])
             share = SLOW_SHARE_GLOO if "gloo" in link.kind else SLOW_SHARE
             detail = f"{link.speed:.3g} where {usual:.3g} is usual"
             judged[pair] = link._replace(failed=link.speed < share * usual, detail=detail)

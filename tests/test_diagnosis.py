@@ -45,13 +45,14 @@ def names(machines: set[int]) -> set[str]:
     return {f"m{m}" for m in machines}
 
 
+@settings(deadline=None)
 @given(st.integers(3, 12), st.data())
 def test_one_bad_machine_in_a_ring_is_named_and_nobody_else(size: int, data: st.DataObject) -> None:
     bad = data.draw(st.integers(0, size - 1))
     assert set(suspects(ring(size, {bad}))) == names({bad})
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(3, 9), st.data())
 def test_whoever_is_named_is_bad_in_every_smallest_explanation(size: int, data: st.DataObject) -> None:
     """The plain model: of all sets of machines that would look the same, the smallest; named are those in each of them."""
@@ -72,6 +73,7 @@ def test_whoever_is_named_is_bad_in_every_smallest_explanation(size: int, data: 
     assert told.named or told.doubts or not bad  # what failed is told in any case
 
 
+@settings(deadline=None)
 @given(st.integers(4, 12), st.data())
 def test_a_broken_link_between_two_good_machines_names_both_a_slow_one_neither(size: int, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, size - 1))
@@ -103,6 +105,7 @@ def test_a_slow_machine_is_named_by_both_its_links_but_not_over_gloo_by_a_busy_c
 
     assert at([50, 50, 20, 20, 50, 50], "nccl") == {"m3"}
     assert at([50, 50, 30, 30, 50, 50], "nccl") == set()
+    assert at([50, 20, 20], "nccl") == {"m2"}  # of three links one machine slows two
     assert at([0.8, 0.1, 0.09, 0.3, 0.5], "gloo") == set()
     assert at([0.8, 0.005, 0.005, 0.3, 0.5], "gloo") == {"m2"}
     assert at([50, 1], "nccl") == set()  # two links have no usual speed
@@ -114,6 +117,7 @@ def test_what_a_machine_failed_by_itself_explains_its_links() -> None:
     assert told.named["m2"] == "m2 failed gpu_self_test: 7 wrong; reference_step: 7 wrong"
 
 
+@settings(deadline=None)
 @given(st.permutations([*ring(6, {1}, {3}), own("m4")]))
 def test_the_order_of_results_names_nobody_else(results: list[CheckResult]) -> None:
     assert set(suspects(results)) == {"m1", "m4"}
@@ -151,6 +155,7 @@ OWN = st.builds(lambda test, passed: own("m", test, passed), TESTS, st.sampled_f
 ORDER = ["exonerated", "unproven", "confirmed"]
 
 
+@settings(deadline=None)
 @given(st.lists(OWN, max_size=8), OWN, st.floats(0.01, 0.99))
 def test_more_failures_never_exonerate_and_more_passes_never_confirm(
     results: list[CheckResult], more: CheckResult, prior: float
@@ -166,6 +171,7 @@ def test_more_failures_never_exonerate_and_more_passes_never_confirm(
     assert verdict([*results, *results], prior)[0] == verdict(results, prior)[0]  # repeats prove nothing more
 
 
+@settings(deadline=None)
 @given(st.lists(OWN, max_size=6), st.floats(0.01, 0.98), st.floats(0.001, 0.01))
 def test_the_more_suspected_a_machine_was_the_less_it_takes(results: list[CheckResult], prior: float, more: float) -> None:
     assert ORDER.index(verdict(results, prior + more)[0]) >= ORDER.index(verdict(results, prior)[0])

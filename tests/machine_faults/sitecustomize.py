@@ -1,7 +1,7 @@
 """A faulty machine, for tests: on the path of a job's processes, it changes what torch computes and sends on the node that a file names.
 
 FAULTS names the file: `flip NODE M K N` (one bit of each such product is flipped, in whatever it is used), `corrupt NODE` (a word of what
-it sends in an all-gather), `slow NODE` (its exchanges take 200 ms more), `hang NODE`, `die NODE` (in the first product). It is read at
+it sends in an all-gather), `slow NODE` (its exchanges take 300 ms more), `hang NODE`, `die NODE` (in the first product). It is read at
 each call, so that one set of warm workers serves all faults.
 """
 
@@ -50,7 +50,7 @@ def break_links(distributed):
     def all_gather(got, sent, *arguments, **more):
         kind, _ = fault()
         if kind == "slow":
-            time.sleep(0.2)
+            time.sleep(0.3)
         if kind == "corrupt":
             sent = sent.clone()
             sent[len(sent) // 2] ^= 1 << 7
