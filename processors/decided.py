@@ -256,7 +256,7 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
         return fleet
     plan = job.plan
     if data.verb == "examine":
-        job = job._replace(examined={**job.examined, data.key: (data.node, data.incident, data.text)})
+        job = job._replace(examined={**job.examined, data.key: (data.node, data.incident, data.text, max(1, data.world_size))})
     elif plan is not None and plan.decision == data.decision and data.verb != "notify":
         stage = STAGES.get(data.verb, "stopping")
         job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: data.verb}, stage=stage))
@@ -273,8 +273,8 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
                 ailing={node: what for node, what in job.ailing.items() if node != data.node},
             )
             if fleet.policy.decider.examine_s > 0:
-                rule = plan.rule if plan else ""
-                job = job._replace(unexamined={**job.unexamined, data.node: (data.incident, rule)})
+                rule, machines = (plan.rule, len(plan.nodes)) if plan else ("", 1)
+                job = job._replace(unexamined={**job.unexamined, data.node: (data.incident, rule, machines)})
         job = job._replace(evicting={**job.evicting, data.key: data.node})
     elif data.verb == "start_attempt":
         job = _started(job, data)

@@ -99,10 +99,13 @@ def _by_stacks(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> 
 
 
 def _by_tests(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
-    named = diagnosis.suspects([result for result in outcome.tests if result.test != "answers"])  # silence is judged elsewhere
-    if not named:
-        return Found((), "tests passed")
-    return Found(tuple(named), "; ".join(named.values()))
+    results = [result for result in outcome.tests if result.test != "answers"]  # silence is judged elsewhere
+    found = diagnosis.found(results)
+    if found.named:
+        return Found(tuple(found.named), "; ".join(found.named.values()))
+    ran = len({result.test for result in results if result.passed is not None})
+    passed = f"{ran} tests passed" if ran else "no test could run"
+    return Found((), "; ".join((passed, *found.doubts)))
 
 
 def groups_for(job: Job) -> tuple[tuple[tuple[str, ...], ...], ...] | str:
@@ -131,7 +134,7 @@ def examine(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     """Machines that were evicted are examined once nothing is open: the recovery comes first."""
     if not job.unexamined or job.incident is not None or job.plan is not None or fleet.held(job.name):
         return []
-    node, (incident, rule) = next(iter(job.unexamined.items()))
+    node, (incident, rule, machines) = next(iter(job.unexamined.items()))
     rules = fleet.policy.decider
     # It waits for no yes: nobody uses the machine.
     mode: Mode = "observe" if fleet.policy.mode_of("examine_evicted") == "observe" else "auto"
@@ -142,7 +145,7 @@ def examine(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return [made]
     asked = intent(
         fleet, job, made, base, verb="examine", node=node, nodes=(node,), attempt=job.attempt, tests=rules.metric_tests,
-        within_s=rules.examine_s, text=rule,
+        within_s=rules.examine_s, text=rule, world_size=machines,
     )  # fmt: skip
     return [made, asked]
 
@@ -152,11 +155,11 @@ def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list
     of = job.examined.get(outcome.key)
     if of is None:
         return []
-    node, incident, rule = of
+    node, incident, rule, machines = of
     verdict: Verdict = "unproven"
     why = f"{outcome.result}: {outcome.detail}"
     if outcome.result == "done":
-        verdict, why = diagnosis.verdict(outcome.tests, diagnosis.prior_of(rule))
+        verdict, why = diagnosis.verdict(outcome.tests, diagnosis.prior_of(rule, machines))
     back = verdict == "exonerated" or (verdict == "unproven" and fleet.policy.decider.unproven == "watch")
     back = back and outcome.result == "done" and node not in job.by_node
     return [

@@ -228,9 +228,10 @@ class Job(NamedTuple):
     kept: Mapping[str, int] = {}
     #: What a person chose in place of the ladder, not yet decided.
     override: OverrideGiven | None = None
-    #: Evicted machines that are still to be examined, node -> (incident, rule); and those that are, intent's key -> the same.
-    unexamined: Mapping[str, tuple[str, str]] = {}
-    examined: Mapping[str, tuple[str, str, str]] = {}
+    #: Evicted machines that are still to be examined, node -> (incident, rule, how many went together); and those that are, intent's key
+    #: -> node and the same.
+    unexamined: Mapping[str, tuple[str, str, int]] = {}
+    examined: Mapping[str, tuple[str, str, str, int]] = {}
     #: Of the places: each by its node, and how many share what.
     by_node: Mapping[str, Place] = {}
     sizes: Mapping[Scope, int] = {}
