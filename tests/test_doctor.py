@@ -80,6 +80,12 @@ def test_on_this_host_as_this_user(tmp_path: Path) -> None:
         assert bool(check["costs"]) == bool(check["grant"]) == (check["answer"] == "no")
 
 
+def test_the_table_shows_words_not_markup() -> None:
+    command = [sys.executable, "-I", "-m", "infra.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent)
+    assert " yes " in done.stdout and "[/]" not in done.stdout, done.stdout + done.stderr
+
+
 def test_without_privileges_it_says_what_is_lost_and_how_to_grant_it() -> None:
     if not kernel_log_is_kept_from_others():
         pytest.skip("this machine's kernel log is open to everyone")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from infra.cli.common import FINE, FOUND, JsonOption, Refused, clean, console, show_json
 from infra.doctor import Check, Examined, capabilities, examine
@@ -17,7 +18,7 @@ from infra.home import host_name
 from infra.keys import connect_options, public_key_of
 from infra.permissions import node_user
 
-_MARK = {"yes": "[green]yes[/]", "no": "[red]no[/]", "absent": "[dim]absent[/]"}
+_STYLE = {"yes": "green", "no": "red", "absent": "dim"}
 
 
 def register(app: typer.Typer) -> None:
@@ -58,7 +59,7 @@ def _show(checks: list[Check], missing: list[Check]) -> None:
     for column in ("probe", "seen", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        table.add_row(check.name, _MARK[check.answer], clean(check.found))
+        table.add_row(check.name, Text(check.answer, _STYLE[check.answer]), clean(check.found))
     console.print(table)
     try:
         who = getpass.getuser()
