@@ -57,7 +57,7 @@ class WriteErrors:
                 file.seek(max(self._at, stat.st_size - _LOG_BYTES_A_LOOK))
                 text = file.read()
                 self._at = file.tell() - (len(text) - 1 - text.rfind(b"\n"))  # a line that is not whole yet is read again
-        except FileNotFoundError:
+        except OSError:  # absent for a moment, at a start
             return ""
         match = _GIVEN_UP.search(text[: text.rfind(b"\n") + 1].decode("utf-8", "replace"))
         return match["said"].strip()[:300] if match else ""

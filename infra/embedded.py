@@ -32,6 +32,8 @@ from infra.permissions import ROLES, Identity, node, role, users_block
 VERSION_MIN = (2, 15)
 PAYLOAD_BYTES_MAX = 1 << 20
 _LOG_BYTES_KEPT = 16 << 20
+#: How far Go lets the server's heap grow beyond what lives, in percent, unless whoever starts it has set this or a limit (decisions/151).
+GOGC = 25
 
 
 class EmbeddedError(Exception):
@@ -235,6 +237,7 @@ class EmbeddedServer:
                     start_new_session=True,
                     pass_fds=(lock_fd,),
                     preexec_fn=ending_with_parent(),
+                    env={"GOGC": str(GOGC), **os.environ},
                 )
             except BaseException as error:
                 failure.append(error)

@@ -33,6 +33,9 @@ VERSION_MIN = (2, 15)
 _SECOND_NS = 1_000_000_000
 _DAY_NS = 86_400 * _SECOND_NS
 _GIB = 1 << 30
+#: A bucket of few keys, rewritten all the time, is kept in blocks of 32 KB where its size is limited to this, else of 8 MB; and the server
+#: holds the block that it writes in memory (decisions/151). It is room for 400 keys of 300 bytes.
+SMALL_BUCKET_BYTES = 120 << 10
 #: A partition's tick: its schedule and where it fires. Telemetry streams store it among the partition's own.
 TICK_SCHEDULE = "tick.schedule"
 TICK_SECOND = "tick.second"
@@ -117,8 +120,8 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
             "max_age": limits.deadletter_age_ns,
             "max_bytes": limits.deadletter_bytes,
         },
-        bucket(LEASES, ttl_ns=limits.lease_ttl_ns),
-        bucket(OFFSETS),
+        bucket(LEASES, ttl_ns=limits.lease_ttl_ns, max_bytes=SMALL_BUCKET_BYTES),
+        bucket(OFFSETS, max_bytes=SMALL_BUCKET_BYTES),
         *(changelog(which, limits.changelog_bytes, replicas) for which in CHANGELOGS),
     ]
     return [{**_COMMON, "num_replicas": replicas, **config} for config in own]

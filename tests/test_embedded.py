@@ -152,6 +152,18 @@ def test_its_own_end_is_told_and_a_stop_is_not(store: Path) -> None:
     assert codes == [-signal.SIGKILL]
 
 
+@pytest.mark.parametrize(("set_by_user", "holds"), [(None, "25"), ("off", "off")])
+def test_its_heap_is_kept_small_unless_someone_says_otherwise(
+    set_by_user: str | None, holds: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOGC", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("GOGC", set_by_user)
+    with EmbeddedServer(store) as server:
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
+    assert [word for word in environment if word.startswith("GOGC=")] == [f"GOGC={holds}"]
+
+
 async def test_clients_come_back_after_a_restart_and_a_stop_is_no_hang(store: Path) -> None:
     with EmbeddedServer(store) as server:
         nc = await connect(server.url, server.role_options("admin"))

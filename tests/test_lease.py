@@ -18,7 +18,7 @@ from events.ports import LogUnavailable
 from infra.bus import BusClient, connect
 from infra.embedded import EmbeddedServer
 from infra.lease import Lease, LeaseLost
-from infra.streams import Limits, ensure_streams
+from infra.streams import Limits, api, ensure_streams
 
 TTL_S = 0.8
 
@@ -147,3 +147,13 @@ def _drain(pipe: int) -> bytes:
         return os.read(pipe, 65536)
     except BlockingIOError:
         return b""
+
+
+async def test_buckets_of_few_keys_are_kept_in_small_blocks(server: EmbeddedServer, nc: BusClient) -> None:
+    """The server holds the block that it writes in memory: one of 8 MB would fill for an hour."""
+    for i in range(1000):
+        await nc.jetstream().publish(f"$KV.KS_OFFSETS.x{i % 200}", bytes(300))
+    info = await api(nc, "STREAM.INFO.KV_KS_OFFSETS")
+    assert info["state"]["messages"] >= 200, "room for ten times the keys that there are"
+    blocks = list((server.store / "jetstream").glob("*/streams/KV_KS_OFFSETS/msgs/*.blk"))
+    assert blocks and max(block.stat().st_size for block in blocks) < 64 * 1024
