@@ -409,7 +409,7 @@ class World:
 
         return Actuators(log or self.ledger, send, answers(), None, {"local": backend or local()}, pause_s=0.01, repeat_s=0.01)
 
-    async def outcomes(self, count: int, actuators: Actuators, within_s: float = 5.0) -> list[OutcomeRecorded]:
+    async def outcomes(self, count: int, actuators: Actuators, within_s: float = 30.0) -> list[OutcomeRecorded]:
         """Runs the actuators until there are so many outcomes."""
         running = asyncio.create_task(actuators.run())
         try:
@@ -579,7 +579,7 @@ async def test_other_actuators_that_write_end_these() -> None:
     actuators.ledger = Blind(world.bus, LEDGER)
     backend.wait.set()
     with pytest.raises(Superseded):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 30)
     assert world.facts(OutcomeRecorded) == []
 
 

@@ -300,7 +300,7 @@ async def test_it_starts_without_a_bus_and_keeps_what_it_sees(node: Node) -> Non
     await asyncio.to_thread(node.server.stop)
     node.start()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while "out of reach" not in node.said.read_text():
                 await asyncio.sleep(0.05)
     assert "kept on disk" in node.said.read_text()
@@ -436,7 +436,7 @@ async def test_a_producer_that_fails_is_started_again_and_said_so(monkeypatch: p
         await asyncio.Event().wait()
 
     task = asyncio.create_task(Supervisor(Desk()).keep("kernel_log", run))  # type: ignore[arg-type]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(said) < 4:
             await asyncio.sleep(0.005)
     task.cancel()

@@ -35,7 +35,7 @@ def add(path: Path, text: str) -> float:
     return time.monotonic()
 
 
-async def told(kept: Kept, text: str, within_s: float = 5.0) -> float:
+async def told(kept: Kept, text: str, within_s: float = 30.0) -> float:
     await until(lambda: any(record.text == text for record in kept.records()), within_s)
     return time.monotonic()
 

@@ -72,7 +72,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await nc.close()
 
 
-async def _until(done: Callable[[], bool], seconds: float = 10) -> None:
+async def _until(done: Callable[[], bool], seconds: float = 30) -> None:
     async with asyncio.timeout(seconds):
         while not done():
             await asyncio.sleep(0.01)
@@ -84,7 +84,7 @@ async def _all(log: EventLog, **how: object) -> list[Record]:
 
 async def _first(log: EventLog, n: int = 1, **how: object) -> list[Record]:
     found: list[Record] = []
-    async with asyncio.timeout(15), aclosing(log.read(follow=True, **how)) as records:  # type: ignore[arg-type, type-var]
+    async with asyncio.timeout(30), aclosing(log.read(follow=True, **how)) as records:  # type: ignore[arg-type, type-var]
         async for record in records:
             found.append(record)
             if len(found) == n:
@@ -93,7 +93,7 @@ async def _first(log: EventLog, n: int = 1, **how: object) -> list[Record]:
 
 
 async def _eventually(log: EventLog, subjects: str) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not (last := await log.last_sequence(subjects)):
             await asyncio.sleep(0.02)
     return last

@@ -288,7 +288,7 @@ async def test_a_read_that_hangs_is_left_alone_until_it_comes_back(tmp_path: Pat
     thread.close()
 
 
-async def _until(true: Callable[[], Any], within_s: float = 10) -> None:
+async def _until(true: Callable[[], Any], within_s: float = 30) -> None:
     deadline = asyncio.get_running_loop().time() + within_s
     while not true():
         assert asyncio.get_running_loop().time() < deadline, "it did not come to pass"

@@ -366,7 +366,7 @@ def actuators(world: World, paging: Pager) -> Actuators:
     return made
 
 
-async def until(true: Callable[[], Any], made: Actuators, within_s: float = 8.0) -> None:
+async def until(true: Callable[[], Any], made: Actuators, within_s: float = 30.0) -> None:
     running = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(within_s):

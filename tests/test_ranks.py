@@ -127,7 +127,7 @@ class World:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-async def until(condition: Callable[[], Any], within_s: float = 10.0) -> Any:
+async def until(condition: Callable[[], Any], within_s: float = 30.0) -> Any:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if value := condition():

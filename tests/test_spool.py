@@ -28,7 +28,7 @@ def drain(spool: Spool, batch: int = 7) -> list[Observation]:
     return out
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
