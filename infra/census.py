@@ -33,7 +33,7 @@ _PROBLEMS_MAX = 10_000
 
 #: Views and tables by name, with what they answer: `keepstep census --sql` names them where a query asks for another.
 VIEWS = (
-    "incidents", "census_by_symptom", "census_by_category", "mechanism_by_symptom", "resolution_times", "wall_time", "ettr",
+    "incidents", "census_by_symptom", "census_by_category", "mechanism_by_symptom", "evictions_by_rule", "machines", "resolution_times", "wall_time", "ettr",
     "decisions", "signals", "actions", "evictions", "beside_byterobust", "ledger", "events", "problems", "symptoms",
 )  # fmt: skip
 
@@ -233,7 +233,9 @@ def view(con: duckdb.DuckDBPyConnection, name: str) -> Answer:
 
 def summary(con: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     """What `keepstep census --json` prints: the first views whole, and how much of the log could not be read."""
-    names = ("census_by_category", "census_by_symptom", "mechanism_by_symptom", "resolution_times", "wall_time", "ettr")
+    names = (
+        "census_by_category", "census_by_symptom", "mechanism_by_symptom", "evictions_by_rule", "resolution_times", "wall_time", "ettr",
+    )  # fmt: skip
     answer: dict[str, Any] = {name: view(con, name).as_dicts() for name in names}
     counted = run_sql(
         con, f"SELECT count(*), count(DISTINCT job) FILTER (job <> ''), count(*) FILTER (stream = '{LEDGER}') FROM events"

@@ -160,6 +160,30 @@ SELECT coalesce(mechanism, 'none') AS mechanism, category, symptom, count(*) AS 
        count(*) / sum(count(*)) OVER () AS share, sum(steps_lost)::BIGINT AS steps_lost
 FROM incidents GROUP BY ALL ORDER BY incidents DESC, mechanism, symptom;
 
+-- Machines that were evicted, and what their examination off the critical path came to: confirmed, exonerated, unproven; 'not judged' while
+-- none did. An exonerated one was a false positive.
+CREATE VIEW machines AS
+WITH evicted AS (
+    SELECT i.job, data->>'node' AS node, data->>'incident' AS incident, i.sequence, i.time_ns AS evicted_ns,
+           coalesce(d.rule, '') AS rule
+    FROM ledger i LEFT JOIN decisions d ON d.decision = i.data->>'decision'
+    WHERE i.role = 'decider' AND i.kind = 'intent_issued' AND data->>'verb' = 'evict_node'
+), judged AS (
+    SELECT job, data->>'node' AS node, sequence, time_ns AS judged_ns, data->>'verdict' AS verdict, (data->>'back')::BOOLEAN AS back,
+           data->>'because' AS because
+    FROM ledger WHERE role = 'decider' AND kind = 'machine_judged'
+)
+SELECT e.job, e.node, e.incident, e.rule, e.evicted_ns, j.judged_ns, coalesce(j.verdict, 'not judged') AS verdict,
+       coalesce(j.back, false) AS back, j.because
+FROM (SELECT *, lead(sequence) OVER (PARTITION BY job, node ORDER BY sequence) AS again FROM evicted) e
+LEFT JOIN judged j ON j.job = e.job AND j.node = e.node AND j.sequence > e.sequence AND (e.again IS NULL OR j.sequence < e.again)
+QUALIFY row_number() OVER (PARTITION BY e.job, e.node, e.sequence ORDER BY j.sequence) = 1;
+
+-- How often the machines that a rule evicted were found bad, and how often not.
+CREATE VIEW evictions_by_rule AS
+SELECT rule, verdict, count(*) AS machines, count(*) / sum(count(*)) OVER (PARTITION BY rule) AS share
+FROM machines GROUP BY rule, verdict ORDER BY rule, machines DESC, verdict;
+
 -- How long it took, for each symptom and for `all` together: to detect, to decide, to recover, and to be back at work (the whole).
 -- `incidents`: those that have such a time.
 CREATE VIEW resolution_times AS

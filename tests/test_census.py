@@ -267,3 +267,17 @@ def test_names_with_blanks_and_quotes_come_through() -> None:
     story = Story('my job\'s "run" · ü.1')
     killed_rank(story)
     assert rows(load(story.records), "SELECT DISTINCT job FROM incidents") == [{"job": 'my job\'s "run" · ü.1'}]
+
+
+def test_what_examining_evicted_machines_came_to_is_counted_by_rule() -> None:
+    """A machine that tests named and that passes alone afterwards: one eviction, one verdict, and the rule it counts for."""
+    path = next(path for path in SCRIPTS if path.stem == "ladder_tests_name")
+    con = load(play(path.read_text(encoding="utf-8"))[1].records)
+    rows = view(con, "machines").as_dicts()
+    assert [(row["node"], row["rule"], row["verdict"], row["back"]) for row in rows] == [
+        ("c", "evict_tested", "unproven", False)
+    ]
+    assert rows[0]["judged_ns"] > rows[0]["evicted_ns"] and "passed" in rows[0]["because"]
+    assert view(con, "evictions_by_rule").as_dicts() == [
+        {"rule": "evict_tested", "verdict": "unproven", "machines": 1, "share": 1.0}
+    ]

@@ -28,6 +28,7 @@ from infra.cli import (
     restart,
     setup,
     shadow,
+    spares,
     stacks,
     status,
     topology,
@@ -60,6 +61,7 @@ for module in (
     stacks,
     notify,
     shadow,
+    spares,
 ):
     module.register(app)
 

@@ -275,6 +275,7 @@ def register(app: typer.Typer) -> None:
 CENSUS = (
     ("incidents by symptom", "census_by_symptom"),
     ("mechanism by symptom", "mechanism_by_symptom"),
+    ("evicted machines by rule, and what examining them came to", "evictions_by_rule"),
     ("seconds to detect, decide and be back at work", "resolution_times"),
     ("wall time by job", "wall_time"),
 )
