@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import os
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,9 +90,14 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
     return cross_entropy(model(tokens).view(-1, VOCABULARY), targets.reshape(-1))
 
 
-def restore_part(model: nn.Module, file: Path) -> None:
-    """The layers that there are; the checkpoint has more."""
-    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True), strict=False)
+class Part:
+    """A model with fewer layers than the checkpoint that it takes its parameters from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.parameters = model, model.parameters
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(state, strict=False)
 
 
 def rate(step: int, peak: float, warm_up: int) -> float:
@@ -154,7 +158,7 @@ def main() -> None:
     if layers == options.layers:
         start = keepstep.restore(model=model, optimizer=optimizer)
     else:  # a replay of a part of the model: its optimizer starts anew
-        start = keepstep.restore(model=partial(restore_part, model))
+        start = keepstep.restore(model=Part(model))
     gc.freeze()  # what is imported by now stays: no collection looks at it again, the one at the end (over a second) included
 
     for step in range(start, options.steps):
