@@ -277,7 +277,7 @@ def test_what_examining_evicted_machines_came_to_is_counted_by_rule() -> None:
     assert [(row["node"], row["rule"], row["verdict"], row["back"]) for row in rows] == [
         ("c", "evict_tested", "unproven", False)
     ]
-    assert rows[0]["judged_ns"] > rows[0]["evicted_ns"] and "passed" in rows[0]["because"]
+    assert rows[0]["judged_ns"] > rows[0]["evicted_ns"] and rows[0]["because"]
     assert view(con, "evictions_by_rule").as_dicts() == [
         {"rule": "evict_tested", "verdict": "unproven", "machines": 1, "share": 1.0}
     ]

@@ -48,11 +48,12 @@ XID_79 = "<3>NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GP
 
 
 def policy(mode: str = "auto", **changes: Any) -> str:
-    """Acts, with room for evictions, and closes what was nothing soon. `changes`: sections, merged into these."""
+    """Acts, with room for evictions and for crashes one upon another, and closes what was nothing soon; machines that are
+    out are left alone. `changes`: sections, merged into these."""
     value: dict[str, Any] = {
         "mode": mode,
         "detectors": {"progress_note_s": 1.0, "healthy_steps": 2, "pace": {"decline_min": 0.6}},
-        "decider": {"quiet_s": 3.0, "silence_window_s": 4.0, "relapse_s": 0.5},
+        "decider": {"quiet_s": 3.0, "silence_window_s": 4.0, "relapse_s": 0.5, "reattempts_max": 5, "examine_s": 0},
         "budget": {scope: {"evictions_max": 8, "share_max": 1.0} for scope in ("job", "rack", "fleet")},
     }
     for name, section in changes.items():
