@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from events.clock import NS
-from events.decision import DecisionMade, IntentIssued
+from events.decision import DecisionMade, HandOverReason, IntentIssued
 from events.envelope import TEXT_MAX, Fact
 from events.ids import derived_id
 from events.job import Mode, Place
@@ -82,7 +82,7 @@ def out(
     over = next((found for node in bad if (found := over_for(fleet, job, incident, node)) is not None), None)
     if over is not None:
         veto = decision(fleet, job, incident, base, nodes=bad, because=f"{why}; {over}", vetoed="budget", **what)
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", f"{why}, but {over}", after=1)]
+        return [veto, *hand_over(fleet, job, incident, base, "hand_over", f"{why}, but {over}", after=1, reason="budget_spent")]
     planned = job.plan.nodes if job.plan and job.plan.incident else ()
     before = tuple(n for n in dict.fromkeys((*planned, *job.gone)) if n not in bad and n in job.by_node)
     nodes = (*with_ailing(fleet, job, (*before, *bad), mode)[len(before) + len(bad) :], *before, *bad)
@@ -92,7 +92,7 @@ def out(
         veto = decision(fleet, job, incident, base, nodes=nodes, because=text, vetoed="no_standby", **what)
         if fleet.policy.decider.no_standby == "hold":
             return [veto]
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1)]
+        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1, reason="no_standby")]
     because = f"{why}; in {'its' if len(bad) == 1 else 'their'} place {', '.join(standbys[-len(bad) :])}"
     made = decision(
         fleet,
@@ -162,12 +162,14 @@ def hand_over(
     after: int = 0,
     situation: Situation | None = None,
     mode: Mode | None = None,
+    reason: HandOverReason = "",
 ) -> list[Fact]:
     """A person is called, with the trail in one sentence; `keepstep explain` tells it whole. What a person asked for and does not
     come to pass is told whatever the mode."""
     what: dict[str, Any] = {} if incident and mode is None else {"mode": mode or "auto"}
     if situation is not None:
         what["situation"] = word(situation)
+    what["reason"] = reason
     made = decision(fleet, job, incident, base, rung="hand_over", rule=rule, because=because, after=after, **what)
     if made.mode == "observe" or made.vetoed:
         return [made]
@@ -181,7 +183,7 @@ def ask(fleet: Fleet, job: Job, made: DecisionMade, base: Base) -> list[Fact]:
     """What waits for a person's yes is told to one."""
     if made.mode != "approve" or made.vetoed:
         return []
-    text = f"job {job.name}: {cut(made.because, 3400)}. This waits for your yes: keepstep approve {made.decision}"
+    text = f"job {job.name}: {cut(made.because, 3400)}. This waits for your yes: keepstep approve {made.decision} --reason '…'"
     return [intent(fleet, job, made, base, verb="notify", text=cut(text))]
 
 

@@ -64,6 +64,7 @@ def concluded(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> J
     return with_incident(
         job._replace(plan=None),
         going_on=plan.situation, suspects=found.nodes, suspected_by=rule, finding=cut(found.why, 1500), group=found.group,
+        in_vain=outcome.result != "done",
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def _requested(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         veto = decision(
             fleet, job, None, base, rung="planned", rule="planned", mode="auto", nodes=gone, because=why, vetoed="no_standby"
         )
-        return [veto, *hand_over(fleet, job, None, base, "hand_over", why, after=1)]
+        return [veto, *hand_over(fleet, job, None, base, "hand_over", why, after=1, reason="no_standby")]
     facts: list[Fact] = []
     if job.incident:
         outcome = "handed_over" if job.incident.blocked == "handed_over" else "superseded"
@@ -122,7 +122,8 @@ def _page_for_shared_cause(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     )
     before = [node for node in incident.nodes_out if node in job.evicted]
     nobody = f"none more is evicted (before it showed: {', '.join(before)})" if before else "nobody is evicted for it"
-    return hand_over(fleet, job, incident, base, "shared_cause", cut(f"one cause for many: {names}", 3000) + "; " + nobody)
+    because = cut(f"one cause for many: {names}", 3000) + "; " + nobody
+    return hand_over(fleet, job, incident, base, "shared_cause", because, reason="shared_cause")
 
 
 def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
@@ -186,7 +187,10 @@ def _still_right(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     why = still_right(fleet, job, plan)
     if plan.good_until_ns and fleet.now_ns > plan.good_until_ns:
         why = "the yes to it ran out before it could be begun"
-    return hand_over(fleet, job, incident, base, "hand_over", f"what was decided can't be done any more: {why}") if why else []
+    if not why:
+        return []
+    because = f"what was decided can't be done any more: {why}"
+    return hand_over(fleet, job, incident, base, "hand_over", because, reason="no_longer_possible")
 
 
 def _go_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
@@ -288,7 +292,9 @@ def _nothing_left(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return []
     if job.ended and job.wanted == "running":  # by us, and what would start it again only watches by now
         why = "the job was stopped to be looked at, and the rule that would start it again observes"
-        return [] if incident.blocked else hand_over(fleet, job, incident, base, "hand_over", why, mode="auto")
+        if incident.blocked:
+            return []
+        return hand_over(fleet, job, incident, base, "hand_over", why, mode="auto", reason="left_stopped")
     if not (incident.crashed or incident.named or incident.hung):  # silence or a stall that went by itself
         symptom = "monitor_lost" if incident.symptom == "node_silent" else incident.symptom
         return [closing(fleet, job, incident, "cleared", base, symptom=symptom)]

@@ -37,7 +37,9 @@ def overridden(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     if against:
         because = f"{why}; it can't be done: {against}"
         veto = decision(fleet, job, incident, base, because=because, vetoed="no_standby", **what)
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", because, after=1)] if incident is None else [veto]
+        if incident is not None:
+            return [veto]
+        return [veto, *hand_over(fleet, job, None, base, "hand_over", because, after=1, reason="planned_failed")]
     return [
         decision(
             fleet,

@@ -100,4 +100,4 @@ def _planned_failed(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact
         return []
     late = "no word of the stop before the deadline" if plan.stop_only else "no healthy step before the deadline"
     because = f"what was asked for did not come to pass: {plan.failed or late}"
-    return hand_over(fleet, job, None, base, "hand_over", because)
+    return hand_over(fleet, job, None, base, "hand_over", because, reason="planned_failed")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from events.clock import NS
-from events.decision import Rung
+from events.decision import HandOverReason, Rung
 from events.envelope import Fact
 from processors import revisions
 from processors.attribution import ECHOES, PRIOR, attributed
@@ -49,7 +49,23 @@ def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Si
     rules = fleet.policy.decider
     used = f"reattempts {incident.reattempts} of at most {rules.reattempts_max}, recoveries {incident.recoveries} of at most "
     because = f"{because}; used: {used}{rules.recoveries_max}"
-    return hand_over(fleet, job, incident, base, rule_of(situation, "hand_over"), because, situation=situation)
+    rule, reason = rule_of(situation, "hand_over"), _reason(job, incident, situation)
+    return hand_over(fleet, job, incident, base, rule, because, situation=situation, reason=reason)
+
+
+def _reason(job: Job, incident: Incident, situation: Situation) -> HandOverReason:
+    """Why the ladder ended here: which runbook helps."""
+    if situation is Situation.USER_CODE:
+        return "rollback_impossible" if isinstance(revisions.target(job), str) and not incident.reattempts else "same_exception"
+    if situation is Situation.SLOW:
+        return "slow_run"
+    if situation is Situation.FAILED and job.plan is not None:
+        return "recovery_late" if job.plan.overdue else "start_failed"
+    if incident.last is Last.REPLAYS_CLEAR and not incident.in_vain:
+        return "group_test_disagreed"
+    if incident.last in (Last.STACKS_CLEAR, Last.TESTS_PASSED, Last.REPLAYS_CLEAR) and incident.in_vain:
+        return "diagnosis_failed"
+    return "stacks_name_whole_job" if incident.last is Last.STACKS_CLEAR and incident.suspects else "attempts_used_up"
 
 
 #: What is judged in which trouble; in others, a crash's own words.
@@ -149,7 +165,7 @@ def _restart(
         veto = decision(fleet, job, incident, base, because=text, vetoed="no_standby", **what)
         if rules.no_standby == "hold" and not fleet.held(job.name):
             return [veto]
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1)]
+        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1, reason="no_standby")]
     made = decision(fleet, job, incident, base, because=because, standbys=standbys, **what)
     return [made, *ask(fleet, job, made, base)]
 

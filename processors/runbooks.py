@@ -31,37 +31,10 @@ PAGES: Mapping[HandOverReason, str] = {
 #: A decision that waits for a yes, and a hand-over of which no more is known.
 APPROVAL, GENERAL = "approval-wanted", "handed-over"
 
-#: Words of `because`, all of them -> reason; the first line that fits counts. For decisions that carry no reason of their own.
-PHRASES: tuple[tuple[tuple[str, ...], HandOverReason], ...] = (
-    (("can't be done any more",), "no_longer_possible"),
-    (("standbys are needed and",), "no_standby"),
-    (("it can't be done: ",), "planned_failed"),
-    (("what was asked for did not come to pass",), "planned_failed"),
-    (("the rule that would start it again observes",), "left_stopped"),
-    (("that is the whole job",), "stacks_name_whole_job"),
-    (("an exception that the code causes", "no rollback, since"), "rollback_impossible"),
-    (("an exception that the code causes",), "same_exception"),
-    (("the run is slow",), "slow_run"),
-    (("the budget of ",), "budget_spent"),
-    (("replays in groups: ",), "group_test_disagreed"),
-    ((" came to nothing (",), "diagnosis_failed"),
-    (("stop_attempt ",), "start_failed"),
-    (("start_attempt ",), "start_failed"),
-    (("not healthy ", " after the decision;"), "recovery_late"),
-    (("; used: reattempts ",), "attempts_used_up"),
-    ((" are used",), "attempts_used_up"),  # as ledgers of earlier versions have it
-)
-
 
 def reason_of(made: DecisionMade) -> HandOverReason | None:
     """Why this decision calls a person; None if it does not, or nothing more is known than that it does."""
-    if made.rung != "hand_over":
-        return None
-    if made.reason:
-        return made.reason
-    if made.rule == "shared_cause":
-        return "shared_cause"
-    return next((reason for words, reason in PHRASES if all(word in made.because for word in words)), None)
+    return made.reason or None if made.rung == "hand_over" else None
 
 
 def runbook_of(made: DecisionMade) -> str:

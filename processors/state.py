@@ -132,6 +132,8 @@ class Incident(NamedTuple):
     suspected_by: str = ""
     finding: str = ""
     group: str = ""
+    #: It could not be carried out.
+    in_vain: bool = False
 
     def waits_for(self, purpose: str) -> bool:
         """Whether a timer for it is set and has not fired."""

@@ -71,17 +71,7 @@ def made(**what: object) -> DecisionMade:
 @pytest.mark.parametrize(
     ("what", "page"),
     [
-        ({"reason": "same_exception", "because": "reattempt 2 of at most 2 are used"}, "same-exception"),
-        ({"because": "a recovery failed; not healthy 900 s after the decision; reattempt 2 of at most 2 are used"}, "recovery-late"),
-        ({"because": "a recovery failed; start_attempt failed: n1; reattempt 2 of at most 2 are used"}, "start-failed"),
-        ({"because": "a crash without a culprit; x; 6 of at most 6 recoveries are used"}, "attempts-used-up"),
-        ({"because": "what was asked for did not come to pass: no healthy step before the deadline"}, "planned-action-failed"),
-        ({"because": "NaN; replays in groups: each machine passed; used: reattempts 0 of at most 0"}, "group-test-named-nobody"),
-        ({"because": "an exception that the code causes; at step 12: IndexError; no rollback, since x; used: reattempts 1"}, "rollback-impossible"),
-        ({"because": "an exception that the code causes; at step 12: IndexError; used: reattempts 1 of at most 1"}, "same-exception"),
-        ({"because": "no progress; ranks [0] stand apart; not evicted, since that is the whole job"}, "stacks-name-the-whole-job"),
-        ({"because": "a crash; diagnose came to nothing (failed: no answer); used: reattempts 1 of at most 1"}, "diagnosis-failed"),
-        ({"because": "ann chose it: r; it can't be done: x runs no rank of the job"}, "planned-action-failed"),
+        *(({"reason": reason}, page) for reason, page in PAGES.items()),
         ({"because": "nobody has thought of this"}, GENERAL),
         ({"rung": "evict", "mode": "approve"}, APPROVAL),
         ({"rung": "evict", "vetoed": "budget"}, "budget-spent"),
