@@ -29,7 +29,8 @@ _UNNAMED = re.compile(r"0x[0-9a-f]+ \([^;]*\);?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _DIGEST = re.compile(r"(?<![A-Za-z])[0-9a-z]{24,}(?![A-Za-z])|\d{5,}")
 _TEMPLATE = re.compile(r"<[^<>]*>")
-_LIBRARY = re.compile(r"\.so(?:\.\d+)*\Z|\.dylib\Z|\.pyd\Z|\.dll\Z")
+#: Native frames stand in a library, or where it has debug information in a source file.
+_LIBRARY = re.compile(r"\.so(?:\.\d+)*\Z|\.(?:dylib|pyd|dll|c|h|cc|cpp|cxx|hpp|cu|cuh|inl|rs|S)\Z")
 #: Libraries in every stack that say nothing about the place.
 _PLUMBING = re.compile(
     r"(?:libpython|libc\b|libc[-.]|libpthread|ld-linux|libstdc\+\+|libgomp|libm[-.]|linux-vdso|\[vdso\]|python3?(?:\.\d+)?\Z)"

@@ -28,7 +28,7 @@ from processors.frames import Place
 
 #: States in which a process is not running its program: stopped, traced, dead, gone.
 _NOT_RUNNING = frozenset("TtZX-")
-_LINES_MAX, _LINE_CHARS_MAX = 32, 400
+_LINES_MAX, _LINE_CHARS_MAX = 32, 1_000
 _LOADER = re.compile(r"_worker_loop\b")
 _WRITER = re.compile(r"checkpoint|save|writer", re.IGNORECASE)
 _HELPERS = re.compile(r"resource_tracker|forkserver|compile_worker|semaphore_tracker|nvidia-smi|tensorboard|wandb")

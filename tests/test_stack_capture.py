@@ -28,9 +28,9 @@ from tests.hang_simulation import dumps
 SLEEPER = """
 import time
 def outer():
-    print("here", flush=True)
     inner()
 def inner():
+    print("here", flush=True)
     while True: time.sleep(0.2)
 outer()
 """
@@ -271,7 +271,7 @@ async def test_a_rank_stopped_in_a_real_job_is_found() -> None:
         await asyncio.sleep(1)
         os.kill(targets[2].process.pid, signal.SIGSTOP)
         await asyncio.sleep(1)
-        found = await capture(targets)
+        found = await capture(targets, each_s=60, together_s=120)  # native symbols take a second each where nothing else runs
         told = aggregate(found, 4)
         assert told.outliers == told.silent == (2,), (told, found)
         assert told.stuck_at == ("rank 2: stopped (state T)",)
@@ -290,14 +290,15 @@ async def test_a_data_loader_in_a_lock_in_a_real_evaluation_is_found() -> None:
         targets = job.at_work()
         end = time.monotonic() + 60
         while True:
-            found = await capture(targets)
+            found = await capture(targets, each_s=60, together_s=120)
             told = aggregate(found, 3)
-            if told.outliers == (1,) or time.monotonic() > end:
+            locked = [process for process in found if process.rank == 1 and "__getitem__" in ";".join(process.threads)]
+            if (told.outliers == (1,) and locked) or time.monotonic() > end:
                 break
             await asyncio.sleep(1)
         assert told.outliers == (1,) and told.silent == (), (told, found)
         assert "_try_get_data" in told.stuck_at[0] and "evaluate" in told.stuck_at[0]
-        worker = next(p for p in found if p.rank == 1 and p.parent_pid == targets[1].process.pid)
-        assert "_worker_loop" in worker.threads[0] and "__getitem__ (" in worker.threads[0]
+        (worker,) = locked
+        assert worker.parent_pid == targets[1].process.pid and "_worker_loop" in worker.threads[0]
     finally:
         job.end()

@@ -167,9 +167,11 @@ def test_a_wait_is_a_wait_at_any_depth_and_by_any_name() -> None:
         f"{MAIN};item (model.py:3);at::_ops::_local_scalar_dense::call (libtorch_cpu.so)": "device",
         f"{MAIN};recv (multiprocessing/connection.py:250)": "",
         f"{MAIN};wait (threading.py:327)": "",
+        f"{MAIN};get (multiprocessing/queues.py:113);select_poll_poll (selectmodule.c.h:223);poll (libc.so.6)": "",
         f"{MAIN};c10d::Reducer::prepare_for_backward (libtorch_cpu.so)": "",
     }
     assert {thread: frames.place(thread).waits for thread in waits} == waits
+    assert frames.place(f"{MAIN};get (queues.py:1);select_poll_poll (selectmodule.c.h:223)").frames[-1] == "get (queues.py)"
 
 
 def test_of_a_backward_pass_the_thread_that_runs_its_hooks_counts() -> None:

@@ -162,11 +162,12 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
 RANK = """
 import os, time
 def train():
-    print("here", flush=True)
     other() if os.environ["RANK"] == "3" else usual()
 def usual():
+    print("here", flush=True)
     while True: time.sleep(0.2)
 def other():
+    print("here", flush=True)
     while True: time.sleep(0.2)
 train()
 """
