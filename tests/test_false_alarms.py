@@ -10,8 +10,8 @@ from tests.telemetry import XID_79
 def test_hours_of_a_few_nodes_second_by_second() -> None:
     fleet = Fleet(DENSE._replace(days=1.2 / 24), seed=5)
     found = fleet.run()
-    assert found["evictions"] == [] and found["interruptions"] == 0
-    assert found["happened"]["boot storms"] and found["happened"]["driver reloads"] and found["crashes"] >= 4
+    assert found["evictions"] == [] and found["unexplained"] == []
+    assert found["happened"]["boot storms"] and found["happened"]["driver reloads"] and found["crashes"] >= 1
     assert found["rungs"].keys() <= {"planned", "diagnose", "reattempt"}
     assert all(job.attempt > 1 for job in fleet.jobs.values())
     assert fleet.world.signals["loss_spike/low/curve_spike"]
@@ -21,7 +21,7 @@ def test_a_boot_storm_of_300_nodes() -> None:
     fleet = Fleet(SPARSE._replace(days=0.06, storm_every_s=6000, jobs=(("large", 300, 60.0), ("small", 20, 30.0))), seed=3)
     found = fleet.run()
     assert found["happened"]["reboots"] == 300
-    assert found["evictions"] == [] and found["interruptions"] == 0
+    assert found["evictions"] == [] and found["unexplained"] == []
     assert fleet.jobs["large"].attempt == 2 and fleet.jobs["large"].runs
 
 

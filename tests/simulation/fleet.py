@@ -16,6 +16,8 @@ from tests.simulation.world import Template, World
 RACK = 16
 FLAPS_PER_NODE_DAY = 0.2
 HOT_PER_NODE_DAY = 0.5
+#: What a crash brings is over after this long.
+CRASH_S = 60.0
 
 
 class Shape(NamedTuple):
@@ -34,7 +36,7 @@ class Shape(NamedTuple):
 #: Five hundred nodes, for days; and some hours of a few, second by second.
 SPARSE = Shape(days=1.0, jobs=(("large", 300, 105.0), ("middle", 120, 60.0), ("small", 64, 30.0)))
 DENSE = Shape(
-    days=2 / 24, jobs=(("one", 16, 4.0), ("two", 8, 1.0)), dense=True, crash_every_s=1500, storm_every_s=2700, reload_every_s=2000,
+    days=3 / 24, jobs=(("one", 16, 4.0), ("two", 8, 1.0)), dense=True, crash_every_s=3000, storm_every_s=2700, reload_every_s=5000,
     first_step_s=120.0,
 )  # fmt: skip
 
@@ -48,8 +50,6 @@ class Fleet:
         self.happened: Counter[str] = Counter()
         self.away: set[str] = set()
         self._flapped: dict[str, None] = {}
-        #: Stops that a person asked for.
-        self.asked = 0
         self._ambient = noise.ambient(world.chance)
         self.nodes: list[str] = []
         for name, size, step_s in shape.jobs:
@@ -95,10 +95,14 @@ class Fleet:
             "node_days": round(len(self.nodes) * world.now_s / noise.DAY_S, 2),
             "events": world.observed,
             "crashes": crashes,
-            "interruptions": len(world.stops) - crashes - self.asked - self.happened["driver reloads"],
+            "unexplained": [one for one in world.opened if not self._explained(*one)],
             "happened": dict(sorted(self.happened.items())),
             **world.summary(),
         }
+
+    def _explained(self, at_s: float, job: str, symptom: str) -> bool:
+        """Whether an incident is of something that went wrong with the job just before: its code, or its driver."""
+        return any(0 <= at_s - crash_s <= CRASH_S for crash_s in self.jobs[job].crashed_s)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
@@ -169,7 +173,6 @@ class Fleet:
         if not job.runs or job.step < 5:
             return
         self.happened["boot storms"] += 1
-        self.asked += 1
         world.say(StopRequested(job=job.name, reason="maintenance", author="operator"), "operator", job.name)
         nodes = list(job.nodes)
         world.after(20, lambda: self._reboot(nodes))

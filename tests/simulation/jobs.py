@@ -43,6 +43,7 @@ class Job:
         self.phase = "startup"
         self.progress = 0
         self.crashes = 0
+        self.crashed_s: list[float] = []
         self.spike = self.overflow = 0
         self._norm_spike = 0
         self._run = 0
@@ -83,6 +84,7 @@ class Job:
         world, chance = self.world, self.world.chance
         self._run = 0
         self.crashes += 1
+        self.crashed_s.append(world.now_s)
         first = chance.randrange(len(self.nodes))
         bus = chance.choice(noise.BUSES)
         xid = chance.choice((noise.XID_13, noise.XID_31, noise.XID_43))

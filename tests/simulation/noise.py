@@ -129,7 +129,7 @@ def ambient(chance: Random) -> list[Template]:
     for _ in range(60):
         some = [chance.choice(HARMLESS) for _ in range(chance.choice((1, 1, 2, 5)))]
         made += [kernel(*some)] * 4
-    made += [gpu_sample(chance) for _ in range(9)] + [gpu_sample(chance, hot=chance.randrange(GPUS))]
+    made += [gpu_sample(chance) for _ in range(10)]
     made += [nic_sample(chance) for _ in range(50)] + [host_sample(chance) for _ in range(60)]
     # Other people's programs, on the same machines.
     made += [kernel(xid % (chance.choice(BUSES), 4000 + chance.randrange(999))) for xid in (XID_13, XID_31, XID_43)]

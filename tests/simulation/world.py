@@ -62,7 +62,7 @@ class Template:
 
 
 class World:
-    """`actions`: what the decider had done, by verb; `evictions`: (seconds, node, why); `on_start`, `on_stop`: called with a job's name and
+    """`actions`: what the decider had done, by verb; `opened`: incidents (seconds, job, symptom); `evictions`: (seconds, node, why); `on_start`, `on_stop`: called with a job's name and
     the intent when an attempt starts or ends."""
 
     def __init__(self, seed: int, policy: str = "mode: auto\n") -> None:
@@ -78,7 +78,7 @@ class World:
         self.closed: Counter[str] = Counter()
         self.opened: list[tuple[float, str, str]] = []
         self.evictions: list[tuple[float, str, str]] = []
-        self.stops: list[tuple[float, str]] = []
+        self._because: dict[str, str] = {}
         self.on_start: Callable[[IntentIssued], None] = lambda intent: None
         self.on_stop: Callable[[IntentIssued], None] = lambda intent: None
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -178,11 +178,12 @@ class World:
             self.after(max(0.0, (fact.at_ns - self.now_ns) / NS), lambda: self._put(where, event))
         elif isinstance(fact, IntentIssued):
             self.actions[fact.verb] += 1
+            if fact.verb == "evict_node":
+                self.evictions.append((round(self.now_s, 1), fact.node, self._because.get(fact.decision, "")))
             self.after(_TAKES_S.get(fact.verb, 1.0), lambda: self._carry_out(fact))
         elif isinstance(fact, DecisionMade):
             self.actions[f"rung {fact.rung}"] += 1
-            if fact.rung == "evict" and not fact.vetoed:
-                self.evictions += [(self.now_s, node, f"{fact.rule}: {fact.because}") for node in fact.nodes]
+            self._because[fact.decision] = f"{fact.rule}: {fact.because}"
         elif isinstance(fact, IncidentOpened):
             self.opened.append((self.now_s, fact.job, fact.symptom))
         elif isinstance(fact, IncidentClosed):
@@ -193,7 +194,6 @@ class World:
         found: dict[str, Any] = {}
         nodes = intent.nodes or tuple(place.node for place in intent.places) or ((intent.node,) if intent.node else ())
         if intent.verb == "stop_attempt":
-            self.stops.append((self.now_s, intent.job))
             self.on_stop(intent)
         elif intent.verb == "start_attempt":
             self.on_start(intent)
