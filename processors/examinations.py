@@ -113,7 +113,14 @@ def groups_for(job: Job) -> tuple[tuple[tuple[str, ...], ...], ...] | str:
     """The groups of both phases, or why the job can't be replayed in groups, in words that go on a sentence."""
     declared = job.declared
     machines = [place.node for place in job.places]
-    planned = group_test.plan(machines, pp=declared.pp, dp=declared.dp, tp=declared.tp, ranks_per_node=declared.ranks_per_node)
+    planned = group_test.plan(
+        machines,
+        pp=declared.pp,
+        dp=declared.dp,
+        tp=declared.tp,
+        ranks_per_node=declared.ranks_per_node,
+        rank_order=declared.rank_order,
+    )
     return f"no group test: {planned.because}" if isinstance(planned, group_test.NoPlan) else tuple(planned.groups)
 
 

@@ -66,7 +66,7 @@ def _deadline_s(fleet: Fleet, plan: Plan) -> float:
     """Until the first healthy step, or until an examination is over: the stop, and the look itself."""
     rules = fleet.policy.decider
     looking_s = {
-        "aggregate_stacks": rules.slow_rounds * rules.slow_every_s, "diagnose": rules.tests_within_s, "group_test": 2 * rules.replay_within_s,
+        "aggregate_stacks": rules.slow_rounds * rules.slow_every_s, "diagnose": rules.tests_within_s, "group_test": rules.replay_within_s,
     }  # fmt: skip
     return rules.recovery_deadline_s if plan.rung not in looking_s else looking_s[plan.rung] + 2 * rules.action_deadline_s
 

@@ -286,8 +286,8 @@ class Decider(_Section):
     #: Where no checkpoint lies below the step that a restore must go back behind, up to this many steps are done again from the
     #: beginning; beyond it, the start fails and a person is called.
     from_the_beginning_steps_max: Count = 1000
-    #: The steps of a group's replay, and its time.
-    replay_steps: Annotated[int, Field(ge=1, le=100_000)] = 20
+    #: The steps of a group's replay, and the time of both rounds.
+    replay_steps: Annotated[int, Field(ge=1, le=1000)] = 20
     replay_within_s: Seconds = 1800.0
     #: An evicted machine is examined for so long (0: not at all); one that is neither confirmed nor exonerated stays out or is watched.
     examine_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 600.0
