@@ -53,7 +53,11 @@ async def test_killed_in_an_incident_it_goes_on_where_it_was(part: str, tmp_path
         await s.finish()
         await s.check(evicted=["n1"])
         mine = {c.incident for c in (first, second, third)}
-        rungs = [d.data.rung for d in s.of("decision_made") if d.data.incident in mine and d.data.rule != "examine_evicted"]
-        assert rungs == ["diagnose", "reattempt", "diagnose", "reattempt", "evict"]
+        rungs = [d.data.rung for d in s.of("decision_made") if d.data.incident in mine]
+        # The second crash may come before the job is beyond the first: then the tests are not made again.
+        assert rungs in (
+            ["diagnose", "reattempt", "diagnose", "reattempt", "evict"],
+            ["diagnose", "reattempt", "reattempt", "evict"],
+        )
         starts = [line[1] for line in s.lines(0) if line[0] == "start"]
         assert starts == [1, 2, 3, 4], "each attempt was started once"
