@@ -33,9 +33,11 @@ VERSION_MIN = (2, 15)
 _SECOND_NS = 1_000_000_000
 _DAY_NS = 86_400 * _SECOND_NS
 _GIB = 1 << 30
-#: A bucket of few keys, rewritten all the time, is kept in blocks of 32 KB where its size is limited to this, else of 8 MB; and the server
-#: holds the block that it writes in memory (decisions/151). It is room for 400 keys of 300 bytes.
-SMALL_BUCKET_BYTES = 120 << 10
+#: A stream of few messages, rewritten all the time, is kept in blocks of 32 KB where its size is limited to this, else of 8 MB; and the
+#: server holds the block that it writes in memory (decisions/151). It is room for 400 keys of 300 bytes.
+SMALL_BYTES = 120 << 10
+#: Of each partition. A tick takes 290 bytes: all of them must fit well, since the oldest message to go would be a schedule.
+TICKS_KEPT = 30
 #: A partition's tick: its schedule and where it fires. Telemetry streams store it among the partition's own.
 TICK_SCHEDULE = "tick.schedule"
 TICK_SECOND = "tick.second"
@@ -83,7 +85,13 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
     limits = limits or Limits()
     n = PARTITIONS
     own: list[dict[str, Any]] = [
-        {"name": CLOCK, "subjects": ["tick.*.*"], "allow_msg_schedules": True, "max_msgs_per_subject": 60},
+        {
+            "name": CLOCK,
+            "subjects": ["tick.*.*"],
+            "allow_msg_schedules": True,
+            "max_msgs_per_subject": TICKS_KEPT,
+            "max_bytes": SMALL_BYTES,
+        },
         {"name": TIMERS, "subjects": ["timer.*", "fired.*.*"], "allow_msg_schedules": True, "max_age": 0},
         _telemetry(
             TELEMETRY_NODE,
@@ -120,8 +128,8 @@ def configurations(replicas: int = 1, limits: Limits | None = None) -> list[dict
             "max_age": limits.deadletter_age_ns,
             "max_bytes": limits.deadletter_bytes,
         },
-        bucket(LEASES, ttl_ns=limits.lease_ttl_ns, max_bytes=SMALL_BUCKET_BYTES),
-        bucket(OFFSETS, max_bytes=SMALL_BUCKET_BYTES),
+        bucket(LEASES, ttl_ns=limits.lease_ttl_ns, max_bytes=SMALL_BYTES),
+        bucket(OFFSETS, max_bytes=SMALL_BYTES),
         *(changelog(which, limits.changelog_bytes, replicas) for which in CHANGELOGS),
     ]
     return [{**_COMMON, "num_replicas": replicas, **config} for config in own]
@@ -224,6 +232,8 @@ def _plain(value: Any, field: str) -> Any:
         return [{"name": s["name"], "subject_transforms": s.get("subject_transforms", [])} for s in value or []]
     if field == "persist_mode" and value == "default":
         return ""
+    if field == "max_msgs_per_subject" and (value or -1) > 1:
+        return "several"  # how many ticks are kept changes nothing
     return value if value else _LEFT_OUT.get(field, False)
 
 

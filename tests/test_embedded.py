@@ -17,13 +17,24 @@ from pathlib import Path
 import pytest
 
 from events.ports import DEADLETTER, LEDGER, TELEMETRY_NODE, LogUnavailable
-from events.subjects import JOB, NODE, ledger, telemetry_node, tick
+from events.subjects import JOB, NODE, PARTITIONS, ledger, telemetry_node, tick
 from infra import clock
 from infra.bus import connect, connect_to_store
 from infra.deadletter import DeadLetters
 from infra.embedded import EmbeddedError, EmbeddedServer, find_binary, find_connection
 from infra.jetstream import JetStreamLog, Publisher
-from infra.streams import CLOCK, Limits, StreamProblem, api, configurations, ensure, ensure_streams
+from infra.streams import (
+    CLOCK,
+    SMALL_BYTES,
+    TICK_BODY,
+    TICKS_KEPT,
+    Limits,
+    StreamProblem,
+    api,
+    configurations,
+    ensure,
+    ensure_streams,
+)
 
 
 def _until(done: Callable[[], bool], seconds: float = 30) -> bool:
@@ -258,6 +269,25 @@ async def test_streams_are_made_once_and_ticks_come_each_second(store: Path) -> 
                         break
             assert 0.5e9 < times[2] - times[1] < 1.9e9
         assert (await api(nc, f"STREAM.MSG.GET.{CLOCK}", {"last_by_subj": "tick.schedule.7"}))["message"]["seq"] == 8
+        await nc.close()
+
+
+async def test_ticks_never_push_a_schedule_out_of_its_small_stream(store: Path) -> None:
+    with EmbeddedServer(store) as server:
+        nc = await connect(server.url, server.role_options("admin"))
+        config = next(c for c in configurations() if c["name"] == CLOCK)
+        await ensure(nc, {**config, "max_msgs_per_subject": 60, "max_bytes": -1})  # as it was made before
+        await ensure_streams(nc)  # how many ticks are kept changes nothing
+        await api(nc, f"STREAM.UPDATE.{CLOCK}", config)
+        headers = {
+            "Test-Scheduler": "tick.schedule.7",
+            "Test-Schedule-Next": "2026-11-30T07:12:56Z",
+        }  # as long as the server's own
+        for i in range((TICKS_KEPT + 10) * PARTITIONS):
+            await nc.jetstream().publish(f"tick.second.{i % PARTITIONS}", TICK_BODY, headers=headers)
+        state = (await api(nc, f"STREAM.INFO.{CLOCK}"))["state"]
+        assert state["messages"] == (TICKS_KEPT + 1) * PARTITIONS and state["first_seq"] == 1
+        assert state["bytes"] < 0.7 * SMALL_BYTES, "with room for what another server may add to a tick"
         await nc.close()
 
 
