@@ -262,6 +262,7 @@ async def test_a_bus_that_stands_still_and_one_that_is_gone(node: Node) -> None:
     os.kill(node.server.pid, signal.SIGCONT)
     await node.until(TELEMETRY_NODE, KernelLog, lambda found: "nvme stopped 4" in lines(found))
 
+    await asyncio.sleep(1.0)  # observations are acknowledged a moment before they are written (persist mode async)
     await node.client.close()
     await asyncio.to_thread(node.server.kill)
     for i in range(5):
