@@ -251,7 +251,7 @@ def test_a_signature_that_can_be_none_is_refused(tmp_path: Path, monkeypatch: py
 def decided(decision: str = "d1", **what: Any) -> DecisionMade:
     fields: dict[str, Any] = {
         "decision": decision, "incident": "i1", "job": JOB, "epoch": 1, "ordinal": 1, "rung": "hand_over", "rule": "hand_over",
-        "mode": "auto", "because": "1 standbys are needed and 0 are left", "policy_digest": "", "catalogue_digest": "",
+        "mode": "auto", "because": "1 standbys are needed and 0 are left", "reason": "no_standby", "policy_digest": "", "catalogue_digest": "",
         "code_version": "", "trigger": 1, "ledger_digest": "",
     }  # fmt: skip
     return DecisionMade(**{**fields, **what})
