@@ -438,7 +438,10 @@ class RankHost:
             for slot in self._slots.idle(job):
                 if plan is None or slot.record.plan != plan.digest:
                     await self._slots.end(slot, 0)
-            if plan is None or mark.fenced >= 0 or len(self._slots.idle(job, plan)) >= mark.parked_wanted:
+            idle = self._slots.idle(job, plan) if plan is not None else []
+            for slot in idle[mark.parked_wanted :]:  # let go while it was being made
+                await self._slots.end(slot, 0)
+            if plan is None or mark.fenced >= 0 or len(idle) >= mark.parked_wanted:
                 return
             failures = self._park_failures.get(job, 0)
             if failures >= PARK_FAILURES_MAX:

@@ -562,6 +562,26 @@ async def test_a_finished_job_keeps_nothing_parked(world: World) -> None:
     assert host.parked() == 0
 
 
+async def test_what_is_let_go_while_it_is_being_parked_does_not_stay(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await world.host(hook_folder=small_hook(world))
+    made, making, release = host._slots.make, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any, **more: Any) -> Any:
+        making.set()
+        await release.wait()
+        return await made(*arguments, **more)
+
+    monkeypatch.setattr(host._slots, "make", slow)
+    command = python_command(world)
+    assert (await host.handle(world.command("park", 0, command=command))).ok
+    await asyncio.wait_for(making.wait(), 30)
+    assert (await host.handle(world.command("park", 0, key="let go", command=command).model_copy(update={"place": None}))).ok
+    release.set()
+    await host._refills["gpt 2"]
+    await until(lambda: not world.marked())
+    assert host._slots.idle("gpt 2") == []
+
+
 @pytest.mark.skipif(not PARKED.exists(), reason="the hook has no parked worker")
 async def test_the_hooks_own_parked_worker_becomes_the_script(world: World) -> None:
     host = await world.host(hook_folder=PARKED.parent.parent)
