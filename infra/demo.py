@@ -247,9 +247,11 @@ class Demo:
         return view.step if view else -1
 
     async def _steady(self, steps: int = 12) -> None:
-        """Lets the job train on a while, until spare workers are warm again: a fault a day, not a fault a second, is the rule."""
+        """Lets the job train on a while, until spare workers are warm again and it is beyond where it last failed: a fault a day, not a fault
+        a second, is the rule."""
         self.say("training")
-        goal = self.step() + steps
+        job = self.watch.fleet.jobs.get(JOB)
+        goal = max(self.step() + steps, job.lapse.step + 4 if job and job.lapse else 0)
         await self._until(lambda: self.step() >= goal and not self.watch.open_incidents() and self._warm(), 60, "steps")
 
     def _warm(self) -> bool:
