@@ -112,7 +112,8 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
     elif data.symptom in METRICS and not _answered_attempt(job, data.attempt):
         bad = min(step for step in (data.bad_step, incident.bad_step, max(data.step, 0)) if step >= 0)
         changes |= {"metric": True, "crashed": True, "bad_step": bad}
-        job = job._replace(poisoned=(bad, max(data.step, job.last_step, bad), job.attempt))
+        from_ = min(bad, job.poisoned[0]) if job.poisoned else bad  # of what stands already, no attempt got beyond
+        job = job._replace(poisoned=(from_, max(data.step, job.last_step, bad), job.attempt))
     elif data.symptom == "mfu_decline" and not _answered_attempt(job, data.attempt):
         changes |= {"slow": True, "crashed": True}
     return fleet.put(with_incident(job, **changes))
@@ -158,7 +159,7 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
     if job.incident is not None and data.incident == job.incident.id:
         job = with_incident(job, **_answer(fleet, job.incident, event.time, data, acts))
     if data.rule == "override":
-        job = job._replace(override=None)
+        job = job._replace(override=job.override if data.vetoed == "hold" else None, override_held=data.vetoed == "hold")
     if data.rule == "examine_evicted":
         gone = {node: of for node, of in job.unexamined.items() if node not in data.nodes}
         job = job._replace(unexamined=gone)
@@ -294,14 +295,23 @@ def _started(job: Job, data: IntentIssued) -> Job:
         reached = max(old[1], job.last_step, job.incident.step if job.incident else -1)
         job = job._replace(poisoned=(min(old[0], data.restore_below_step), reached, data.attempt - 1))
     if data.revision:
-        revisions = {**job.revisions, data.revision: job.revisions.get(data.revision, -1)}
-        job = job._replace(revision=data.revision, revisions=revisions, next_revision="")
+        job = _runs(job, data.revision)
     job = job if places == job.places else job.at(places)
     if job.incident is None:
         return job
     # What was settled is settled of the attempt before: new trouble is looked at anew.
     timers = {purpose: timer for purpose, timer in job.incident.timers.items() if purpose != "shared_window"}
     return with_incident(job, hung=False, timers=timers, due=job.incident.due - {"shared_window"})
+
+
+def _runs(job: Job, revision: str) -> Job:
+    """The job on this revision. Where it goes back, what newer ones computed is given up: a later rollback need not go back behind them.
+    A lazy update that waits goes on waiting."""
+    order = list(job.revisions)
+    newer = order[order.index(revision) + 1 :] if revision in job.revisions else ()
+    revisions = {**job.revisions, **dict.fromkeys(newer, -1), revision: job.revisions.get(revision, -1)}
+    waits = bool(job.update_timer) and job.next_revision != revision
+    return job._replace(revision=revision, revisions=revisions, next_revision=job.next_revision if waits else "")
 
 
 def _attempt_ended(fleet: Fleet, event: Told, data: AttemptEnded) -> Fleet:

@@ -143,12 +143,12 @@ def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = job._replace(next_revision=data.revision or job.next_revision)
     if data.at_next_restart:
         return fleet.put(job)
-    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer="", lapse=None))
+    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer="", lapse=None, override=None))
 
 
 def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
-    return fleet if job is None else fleet.put(job._replace(wanted="stopped", request="stop"))
+    return fleet if job is None else fleet.put(job._replace(wanted="stopped", request="stop", override=None))
 
 
 def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
@@ -172,7 +172,7 @@ def _override(fleet: Fleet, event: Told, data: OverrideGiven) -> Fleet:
         return fleet
     if data.remedy == "keep":
         return fleet.put(job._replace(kept={**job.kept, data.node: data.expires_ns}))
-    return fleet.put(job._replace(override=data))
+    return fleet.put(job._replace(override=data, override_held=False))
 
 
 # --- what detectors and actuators say -----------------------------------------------------------------------------------------
@@ -200,6 +200,10 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
         job = with_incident(job, slow=False)
     elif data.symptom in METRICS and event.attempt == job.attempt:
         job = with_incident(job, metric=False)
+        if job.poisoned is not None and job.poisoned[2] == job.attempt and not job.ended:
+            # The run got over it by itself; once as many steps bear that out as prove a revision, its checkpoints are good again.
+            beyond = max(job.poisoned[1], job.last_step) + fleet.policy.decider.stable_steps
+            job = job._replace(poisoned=(job.poisoned[0], beyond, job.attempt - 1))
     elif data.symptom in AILING and data.node in job.ailing:
         job = job._replace(ailing={key: value for key, value in job.ailing.items() if key != data.node})
     return fleet.put(job)

@@ -11,15 +11,17 @@ from processors.state import Fleet, Job
 
 
 def overridden(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
-    """It is taken at once; budgets and attempts do not stand against it, a hold does, and so does what is not there."""
+    """It is taken at once; budgets and attempts do not stand against it, and what is not there does. It waits for the end of a hold."""
     chosen = job.override
-    if chosen is None or (fleet.held(job.name) and job.plan is not None and job.plan.stage == "held"):
+    if chosen is None or (fleet.held(job.name) and job.override_held):
         return []
     incident = job.incident
     why = f"{chosen.author} chose it: {chosen.reason}"
     nodes = job.gone
     revision, below = "", restore_below(job)
     against = "" if job.wanted == "running" else "the job is stopped or finished by plan"
+    if chosen.expires_ns and fleet.now_ns > chosen.expires_ns:
+        against = against or "it ran out while a hold stood"
     if chosen.remedy == "evict":
         nodes = tuple(dict.fromkeys((*nodes, chosen.node)))
         against = against or ("" if chosen.node in job.by_node else f"{chosen.node} runs no rank of the job")
@@ -34,7 +36,7 @@ def overridden(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     if standbys is None:
         against = against or no_standby(fleet, job, nodes)
     what: dict[str, Any] = {"rung": chosen.remedy, "rule": "override", "mode": "auto", "nodes": nodes}
-    if against:
+    if against and not fleet.held(job.name):
         because = f"{why}; it can't be done: {against}"
         veto = decision(fleet, job, incident, base, because=because, vetoed="no_standby", **what)
         if incident is not None:

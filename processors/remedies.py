@@ -105,6 +105,12 @@ def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:
         against = _against_group(fleet, job, suspects)
         if against:
             return answer(fleet, job, incident, base, situation, f"{why}; not evicted, since {against}")
+    kept = [node for node in suspects if stays(fleet, job, node)]
+    if kept:
+        suspects = tuple(node for node in suspects if node not in kept)
+        why = f"{why}; a person keeps {', '.join(kept)} in"
+        if not suspects:
+            return answer(fleet, job, incident, base, situation, why)
     group = (incident.group, len(suspects)) if incident.group else ("", 0)
     return out(fleet, job, incident, base, incident.suspected_by, situation, suspects, f"{situation.value}; {why}", group)
 

@@ -230,6 +230,8 @@ class Job(NamedTuple):
     kept: Mapping[str, int] = {}
     #: What a person chose in place of the ladder, not yet decided.
     override: OverrideGiven | None = None
+    #: It was decided once, and waits for a hold to be released.
+    override_held: bool = False
     #: Evicted machines that are still to be examined, node -> (incident, rule, how many went together); and those that are, intent's key
     #: -> node and the same.
     unexamined: Mapping[str, tuple[str, str, int]] = {}
