@@ -392,7 +392,7 @@ class RankHost:
         if not slots:
             raise Refused(f"no rank of attempt {command.attempt} ran here")
         targets = [Target(slot.record.rank, slot.worker) for slot in slots if slot.worker]
-        return await captured(targets, command.within_s)
+        return await captured(targets, command.within_s, command.native)
 
     async def _fence(self, command: NodeCommand) -> str:
         job = command.job

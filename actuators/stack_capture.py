@@ -58,7 +58,12 @@ def find_py_spy() -> str | None:
 
 
 async def capture(
-    targets: Sequence[Target], *, each_s: float = EACH_S, together_s: float = TOGETHER_S, program: str | None = None
+    targets: Sequence[Target],
+    *,
+    each_s: float = EACH_S,
+    together_s: float = TOGETHER_S,
+    program: str | None = None,
+    native: bool = True,
 ) -> list[ProcessStack]:
     """One for each process that is there, ranks before their children. Never raises for one that can't be read: it says why."""
     program = program or find_py_spy()
@@ -69,7 +74,7 @@ async def capture(
 
     async def one(target: Target, process: Process) -> ProcessStack:
         async with turns:
-            return await _read(program, target, process, each_s, end)
+            return await _read(program, target, process, each_s, end, native)
 
     children = [(target, child) for target in targets for child in trees[target.rank]]
     read = await asyncio.gather(
@@ -85,14 +90,14 @@ def _trees(targets: Sequence[Target]) -> dict[int, list[Process]]:
     return {target.rank: descendants([target.process])[:CHILDREN_MAX] for target in targets}
 
 
-async def _read(program: str | None, target: Target, process: Process, each_s: float, end: float) -> ProcessStack:
+async def _read(program: str | None, target: Target, process: Process, each_s: float, end: float, native: bool) -> ProcessStack:
     loop = asyncio.get_running_loop()
     seen = stat(process.pid)
     state = state_of(process)
     about: dict[str, Any] = {"parent_pid": seen.parent if seen else 0, "state": state, "command": _command(process.pid)}
     error = NO_PY_SPY if program is None else ""
     deadline = min(end, loop.time() + each_s)
-    ways = _WAYS[2:] if state in _NOT_SUSPENDED else _WAYS
+    ways = _WAYS[2:] if state in _NOT_SUSPENDED else _WAYS if native else _WAYS[1:]
     for way in ways if program is not None and state not in "-ZX" else ():
         left_s = deadline - loop.time()
         if left_s <= 0:
@@ -169,11 +174,13 @@ def _command(pid: int) -> str:
     return " ".join(filter(None, (os.path.basename(words[0]), os.path.basename(script))))[:NAME_MAX]
 
 
-async def captured(targets: Sequence[Target], within_s: float) -> tuple[str, dict[str, Any]]:
+async def captured(targets: Sequence[Target], within_s: float, native: bool = True) -> tuple[str, dict[str, Any]]:
     """For an answer to the command `stacks`: a sentence, and the stacks, within what the bus takes of one message. `within_s` 0: the
     usual deadline."""
     together_s = min(TOGETHER_S, within_s) if within_s else TOGETHER_S
-    kept, left_out = fitted(await capture(targets, each_s=min(EACH_S, together_s), together_s=together_s), ANSWER_BYTES_MAX)
+    kept, left_out = fitted(
+        await capture(targets, each_s=min(EACH_S, together_s), together_s=together_s, native=native), ANSWER_BYTES_MAX
+    )
     unread = [process for process in kept if process.error]
     said = [f"{len(kept) - len(unread)} of {len(kept)} processes of {len(targets)} ranks read"]
     said += [f"{why} ({count})" for why, count in Counter(process.error for process in unread).most_common(3)]

@@ -80,6 +80,8 @@ class NodeCommand(Fact):
     #: checkpoint below this step (-1: the newest of all).
     revision: str = Field(default="", max_length=NAME_MAX)
     restore_below_step: int = Field(default=-1, ge=-1)
+    #: stacks: with native frames, for which a process is suspended ten times as long.
+    native: bool = True
     #: diagnose: tests by name, the time that all of them may take, for how long they are repeated (0: once), and the machines that do
     #: them together, `node_rank` this one's place. `replay`: the steps to run (0: what replays of the job's is ended), and the time that
     #: they may take.

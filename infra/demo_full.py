@@ -41,7 +41,7 @@ def _full_policy() -> str:
     }
     policy["decider"] |= {
         "slow_every_s": 1.0, "stable_steps": 25, "replay_steps": 12, "replay_within_s": 60.0, "tests_within_s": 30.0,
-        "examine_s": 3.0, "unproven": "watch",
+        "examine_s": 15.0, "unproven": "watch",
     }  # fmt: skip
     policy["budget"] = {scope: {"evictions_max": 9, "share_max": 1.0} for scope in ("job", "rack", "fleet")}
     return yaml.safe_dump(policy, sort_keys=False)

@@ -109,6 +109,8 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
         changes |= {"stall": True, "hung": True}
     elif data.symptom == "user_code_error" and not _answered_attempt(job, data.attempt):
         changes |= {"crash": True, "crashed": True, "root": True, "code": data.quote, "cause": incident.cause or data.symptom}
+    elif data.symptom == "user_code_error" and job.plan is not None and job.plan.rung == "diagnose":
+        changes |= {"code": data.quote, "cause": incident.cause or data.symptom}  # it decides where the ladder goes on
     elif data.symptom in METRICS and not _answered_attempt(job, data.attempt):
         bad = min(step for step in (data.bad_step, incident.bad_step, max(data.step, 0)) if step >= 0)
         changes |= {"metric": True, "crashed": True, "bad_step": bad}

@@ -31,6 +31,7 @@ class Last(StrEnum):
     NOTHING = "nothing yet"
     EVICTED = "a machine was evicted"
     STACKS_CLEAR = "stacks named nobody"
+    GROUP_STAYS = "stacks named a group that has to stay"
     GROUP_EVICTED = "stacks named a group, evicted"
     TESTS_PASSED = "tests passed"
     TESTED_EVICTED = "tests named a machine, evicted"
@@ -45,6 +46,7 @@ _CRASH: Mapping[Last, Rung] = {
     # A re-failure after a real-time eviction goes to the tests, after a stop-time eviction to the code (ByteRobust sections 4.1, 4.2).
     Last.EVICTED: "diagnose",
     Last.STACKS_CLEAR: "diagnose",
+    Last.GROUP_STAYS: "diagnose",
     Last.GROUP_EVICTED: "diagnose",
     Last.TESTS_PASSED: "reattempt",
     Last.TESTED_EVICTED: "roll_back",
@@ -60,7 +62,13 @@ LADDER: Mapping[Situation, Mapping[Last, Rung]] = {
     Situation.CRASH: _CRASH,
     Situation.METRIC: _CRASH,
     Situation.FAILED: _CRASH,
-    Situation.STALL: {**_CRASH, Last.NOTHING: "aggregate_stacks", Last.EVICTED: "aggregate_stacks"},
+    # Who stands in the way is known, and can't be replaced: no test tells more, and a restart may free it.
+    Situation.STALL: {
+        **_CRASH,
+        Last.NOTHING: "aggregate_stacks",
+        Last.EVICTED: "aggregate_stacks",
+        Last.GROUP_STAYS: "reattempt",
+    },
     # The job trains on: nothing but an eviction helps, and a person.
     Situation.SLOW: {
         **dict.fromkeys(Last, "hand_over"),

@@ -27,7 +27,7 @@ from processors.decisions import (
 from processors.examinations import examine
 from processors.ladder import Situation
 from processors.overrides import overridden
-from processors.remedies import answer, go_on
+from processors.remedies import answer, go_on, looks_first
 from processors.shared_cause import causes, uncovered
 from processors.state import HUNG, Fleet, Incident, Job
 
@@ -229,13 +229,16 @@ def _answer_crash(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return []
     rules = fleet.policy.decider
     wanted = "root" if incident.root else "echo"
-    if "culprit_window" not in incident.due:
+    at_once = incident.root and not incident.code and looks_first(fleet, incident)
+    if "culprit_window" not in incident.due and not at_once:
         if incident.window in (wanted, "root"):
             return []
         window_s = rules.culprit_window_s if incident.root else rules.root_window_s
         return [timer(fleet, job, incident, "culprit_window", window_s, base, note=wanted)]
     if _silence_settles(job, incident):
         return []
+    if at_once:
+        return answer(fleet, job, incident, base, Situation.CRASH, "no line has named a machine")
     waited = rules.culprit_window_s if incident.window == "root" else rules.root_window_s
     if incident.code:
         why = f"at step {max(job.last_step, incident.step)}: {incident.code}"

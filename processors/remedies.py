@@ -33,9 +33,11 @@ from processors.state import Fleet, Incident, Job
 Remedy = Callable[[Fleet, Job, Incident, Base, Situation, str], "list[Fact] | str"]
 
 
-def answer(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str) -> list[Fact]:
+def answer(
+    fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, why: str, tried: Last | None = None
+) -> list[Fact]:
     """The next rung of the incident's ladder. Each that can't be taken is passed over, and said."""
-    last, because = incident.last, f"{situation.value}; {why}"
+    last, because = tried or incident.last, f"{situation.value}; {why}"
     if last is Last.NOTHING and (stated := judgement(fleet, job, incident, situation)):
         because = f"{because}; {stated}"
     while (rung := LADDER[situation][last]) in REMEDIES:
@@ -94,17 +96,33 @@ def judgement(fleet: Fleet, job: Job, incident: Incident, situation: Situation) 
 _FAULT = {"infra": "likely a machine's", "user": "likely the code's", "undecided": "the code's or a machine's"}
 
 
+def looks_first(fleet: Fleet, incident: Incident) -> bool:
+    """Whether a crash is answered by tests, at once: they take the time in which a line may name the culprit."""
+    rules = fleet.policy
+    if LADDER[Situation.CRASH][incident.last] != "diagnose" or "diagnose" not in rules.decider.rungs:
+        return False
+    return rules.mode_of("diagnose") == rules.mode_of("reattempt_crash") == "auto"
+
+
 def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:
     """An examination is over: whom it named goes, or the ladder goes on."""
     situation = Situation[incident.going_on.upper()]
     suspects = tuple(node for node in incident.suspects if node in job.by_node and node not in job.evicted)
     why = incident.finding or "nobody was named"
+    if not suspects and incident.code:  # told while the machines were being tested
+        return answer(
+            fleet, job, incident, base, Situation.USER_CODE, f"at step {max(job.last_step, incident.step)}: {incident.code}"
+        )
     if not suspects:
         return answer(fleet, job, incident, base, situation, why)
     if incident.suspected_by == "evict_group":
+        too_many = _too_many(fleet, job, suspects)
+        if too_many:
+            return answer(fleet, job, incident, base, situation, f"{why}; not evicted, since {too_many}")
         against = _against_group(fleet, job, suspects)
         if against:
-            return answer(fleet, job, incident, base, situation, f"{why}; not evicted, since {against}")
+            because = f"{why}; not evicted, since {against}"
+            return answer(fleet, job, incident, base, situation, because, tried=Last.GROUP_STAYS)
     kept = [node for node in suspects if stays(fleet, job, node)]
     if kept:
         suspects = tuple(node for node in suspects if node not in kept)
@@ -115,8 +133,8 @@ def go_on(fleet: Fleet, job: Job, incident: Incident, base: Base) -> list[Fact]:
     return out(fleet, job, incident, base, incident.suspected_by, situation, suspects, f"{situation.value}; {why}", group)
 
 
-def _against_group(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
-    """Stacks are weak evidence: where anything stands against evicting a group, the job is not shrunk and nobody is called for it."""
+def _too_many(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
+    """Who covers so much of the job is not named by it."""
     rules = fleet.policy.decider
     if is_whole(job, nodes):
         return "that is the whole job"
@@ -125,6 +143,11 @@ def _against_group(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
             f"{len(nodes)} machines are more than the policy lets go with a group (at most {rules.group_machines_max}, "
             f"and {rules.group_share_max:g} of the job)"
         )
+    return ""
+
+
+def _against_group(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
+    """Stacks are weak evidence: where anything stands against evicting a group, the job is not shrunk and nobody is called for it."""
     kept = [node for node in nodes if stays(fleet, job, node)]
     if kept:
         return f"a person keeps {', '.join(kept)} in"
