@@ -111,9 +111,9 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
         changes |= {"crash": True, "crashed": True, "root": True, "code": data.quote, "cause": incident.cause or data.symptom}
     elif data.symptom == "user_code_error" and job.plan is not None and job.plan.rung == "diagnose":
         changes |= {"code": data.quote, "cause": incident.cause or data.symptom}  # it decides where the ladder goes on
-    elif data.symptom in METRICS and not _answered_attempt(job, data.attempt):
+    elif data.symptom in METRICS:  # what is not to be restored counts even where the attempt's end is decided already
         bad = min(step for step in (data.bad_step, incident.bad_step, max(data.step, 0)) if step >= 0)
-        changes |= {"metric": True, "crashed": True, "bad_step": bad}
+        changes |= {"crashed": True, "bad_step": bad, "metric": incident.metric or not _answered_attempt(job, data.attempt)}
         from_ = min(bad, job.poisoned[0]) if job.poisoned else bad  # of what stands already, no attempt got beyond
         job = job._replace(poisoned=(from_, max(data.step, job.last_step, bad), job.attempt))
     elif data.symptom == "mfu_decline" and not _answered_attempt(job, data.attempt):
@@ -143,7 +143,8 @@ def _timer(fleet: Fleet, event: Told, data: TimerSet) -> Fleet:
     if data.purpose == "update_window":
         return fleet.put(job._replace(update_timer=data.timer))
     if data.purpose == "recovery_deadline":
-        return fleet.put(job._replace(plan=job.plan._replace(deadline=data.timer))) if job.plan else fleet
+        plan = job.plan
+        return fleet.put(job._replace(plan=plan._replace(deadline=data.timer, deadlines=plan.deadlines + 1))) if plan else fleet
     incident = job.incident
     if incident is None or incident.id != data.incident:
         return fleet

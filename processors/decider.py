@@ -21,7 +21,7 @@ from events.decision import DeciderStarted, Diverged, TimerFired, TimerSet
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import ProgressNoted, Signal
-from events.job import HoldPlaced, HoldReleased, PolicyAdopted, RestartRequested
+from events.job import HoldPlaced, HoldReleased, OverrideGiven, PolicyAdopted, RestartRequested
 from events.ports import Record
 from events.registry import FACTS, Malformed, canonical, make, parse
 from processors.examinations import judged
@@ -242,7 +242,8 @@ class Decider:
                 timer = derived_id("timer", data.job, turn.trigger.id, "update_window", 0)
                 at_ns = turn.fleet.now_ns + int(turn.fleet.policy.decider.update_window_s * NS)
                 turn.say([TimerSet(timer=timer, job=data.job, incident="", purpose="update_window", at_ns=at_ns, **turn.base)])
-            owner = owner_of(turn.fleet, turn.trigger, data.node) if kind in _HAVE_NODE and data.node else None
+            of_node = kind in _HAVE_NODE and data.node and kind is not OverrideGiven  # a person names the job
+            owner = owner_of(turn.fleet, turn.trigger, data.node) if of_node else None
             self._settle(turn, owner.name if owner else _job_of(turn.trigger))
 
     def _settle(self, turn: _Turn, name: str) -> None:

@@ -287,7 +287,8 @@ def _fired(fleet: Fleet, event: Told, data: TimerFired) -> Fleet:
             request=job.request or "code_update", update_timer=""
         )  # it waited long enough for a restart to go with
     if job.plan is not None and job.plan.deadline == data.timer:
-        job = job._replace(plan=job.plan._replace(overdue=True))
+        held = fleet.held(job.name)  # nobody may do anything about it: it is given its time anew afterwards
+        job = job._replace(plan=job.plan._replace(**{"deadline": ""} if held else {"overdue": True}))
     if job.incident and job.incident.id == data.incident and job.incident.timers.get(data.purpose) == data.timer:
         job = with_incident(job, due=job.incident.due | {data.purpose})
     return fleet.put(job)

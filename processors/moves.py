@@ -25,7 +25,7 @@ from processors.decisions import (
     with_ailing,
 )
 from processors.examinations import examine
-from processors.ladder import Situation
+from processors.ladder import Situation, rule_of
 from processors.overrides import overridden
 from processors.remedies import answer, go_on, looks_first
 from processors.shared_cause import causes, uncovered
@@ -147,6 +147,8 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
             if not settled and (situation is Situation.SILENT or place.rack in spent):
                 waits = True
                 continue
+            if _chosen_instead(fleet, job, situation):
+                continue
             facts = evict(fleet, job, incident, base, situation, node)
             if settled or getattr(facts[0], "vetoed", "") not in ("budget", "no_standby"):
                 return facts
@@ -156,6 +158,14 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
                 break  # as it would be of the others
             spent.add(place.rack)
     return [_settling(fleet, job, incident, base)] if waits and "shared_window" not in incident.timers else []
+
+
+def _chosen_instead(fleet: Fleet, job: Job, situation: Situation) -> bool:
+    """Whether a person's choice is being carried out, where an eviction would only ask for a yes: it is not stopped for that."""
+    plan = job.plan
+    if plan is None or plan.rule != "override" or plan.failed or plan.overdue:
+        return False
+    return fleet.policy.mode_of(rule_of(situation, "evict")) == "approve"
 
 
 def _free_again(fleet: Fleet, job: Job, incident: Incident, node: str) -> bool:

@@ -22,6 +22,8 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return _planned_failed(fleet, job, plan, base)
     if plan.stage == "decided":
         return _begin(fleet, job, plan, base)
+    if plan.stage in UNDER_WAY and not plan.deadline:  # it passed while a hold stood
+        return [_deadline(fleet, job, plan, base)]
     if plan.stage == "stopping" and not plan.stop_only and _may_start(job, plan):
         return [look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base)]
     return []
@@ -39,9 +41,7 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     facts: list[Fact] = []
     if not job.ended and plan.ends_attempt:
         facts.append(AttemptEnded(job=job.name, attempt=job.attempt, reason="stopped", **base))
-    at_ns = fleet.now_ns + int(_deadline_s(fleet, plan) * NS)
-    timer = derived_id("timer", job.name, plan.decision, "recovery_deadline", 0)
-    facts.append(TimerSet(timer=timer, job=job.name, incident=plan.incident, purpose="recovery_deadline", at_ns=at_ns, **base))
+    facts.append(_deadline(fleet, job, plan, base))
     if not plan.ends_attempt:
         return [*facts, look(fleet, job, plan, base)]
     # A machine that goes and is not heard anyway is not waited for: its eviction fences it.
@@ -60,6 +60,16 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     if not any(isinstance(fact, IntentIssued) for fact in facts) and not plan.stop_only:
         facts.append(look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base))
     return facts
+
+
+#: Stages of a plan that was begun.
+UNDER_WAY = ("stopping", "examining", "starting", "confirming")
+
+
+def _deadline(fleet: Fleet, job: Job, plan: Plan, base: Base) -> TimerSet:
+    timer = derived_id("timer", job.name, plan.decision, "recovery_deadline", plan.deadlines)
+    at_ns = fleet.now_ns + int(_deadline_s(fleet, plan) * NS)
+    return TimerSet(timer=timer, job=job.name, incident=plan.incident, purpose="recovery_deadline", at_ns=at_ns, **base)
 
 
 def _deadline_s(fleet: Fleet, plan: Plan) -> float:
@@ -86,7 +96,7 @@ def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
         old if old and old.node == node else RankPlace(node=node, first_rank=i * per_node, count=per_node)
         for i, (node, old) in enumerate(zip(nodes, before, strict=True))
     )
-    below = plan.restore_below_step if plan.restore_below_step >= 0 else restore_below(job)
+    below = min((step for step in (plan.restore_below_step, restore_below(job)) if step >= 0), default=-1)
     return intent(
         fleet, job, plan, base, verb="start_attempt", attempt=job.attempt + 1, places=places,
         nodes=tuple(nodes), world_size=per_node * len(places), revision=revision_of(job, plan),

@@ -167,6 +167,8 @@ class Plan(NamedTuple):
     stop_only: bool = False
     graceful: bool = False
     deadline: str = ""
+    #: How many were set: one, and another after each that passed under a hold.
+    deadlines: int = 0
     overdue: bool = False
     rule: str = ""
     situation: str = ""

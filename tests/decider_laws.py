@@ -21,12 +21,13 @@ from events.decision import (
     TimerSet,
 )
 from events.envelope import AnyEvent
-from events.incident import JobFinished, Signal
+from events.incident import JobFinished, ProgressNoted, Signal, SignalCleared
 from events.job import (
     ApprovalGiven,
     HoldPlaced,
     HoldReleased,
     JobDeclared,
+    OverrideGiven,
     Place,
     PolicyAdopted,
     RestartRequested,
@@ -38,6 +39,7 @@ from events.registry import Malformed, parse
 from processors import policy as policies
 from processors.decider import is_own
 from processors.policy import Budget, Policy
+from processors.state import METRICS
 
 
 @dataclass
@@ -56,6 +58,10 @@ class JobSeen:
     wanted: bool = True
     down: int = 0
     paged: int = 0
+    #: Steps that were computed wrongly, from and to, and in which attempt, until a later one is beyond them.
+    wrong: tuple[int, int, int] | None = None
+    #: Whether a person's choice waits to be decided.
+    chosen: int = 0
 
 
 @dataclass
@@ -119,8 +125,17 @@ class Checker:
             self.jobs[data.job] = JobSeen(data, list(data.nodes), {p.node: p for p in data.standbys})
         elif isinstance(data, RestartRequested | StopRequested) and data.job in self.jobs:
             self.jobs[data.job].wanted = isinstance(data, RestartRequested)
+            self.jobs[data.job].chosen = 0
         elif isinstance(data, JobFinished) and event.job in self.jobs and event.attempt == self.jobs[event.job].attempt:
             self.jobs[event.job].wanted = self.jobs[event.job].wanted and self.jobs[event.job].down > 0
+        elif isinstance(data, SignalCleared) and event.job in self.jobs and data.symptom in METRICS:
+            self.jobs[event.job].wrong = None  # the run got over it: after how many steps it counts is the decider's affair
+        elif isinstance(data, ProgressNoted) and event.job in self.jobs:
+            job = self.jobs[event.job]
+            if job.wrong is not None and event.attempt == job.attempt > job.wrong[2] and data.step > job.wrong[1]:
+                job.wrong = None
+        elif isinstance(data, OverrideGiven) and data.job in self.jobs and data.remedy != "keep":
+            self.jobs[data.job].chosen = self.last if not data.expires_ns else 0
         elif isinstance(data, StandbyAdded) and data.job in self.jobs:
             self.jobs[data.job].spares.setdefault(data.place.node, data.place)
 
@@ -130,6 +145,7 @@ class Checker:
     def settled(self) -> None:
         """Long after the last event: what we took down is up again, or a person knows, or one keeps us from it."""
         for name, job in self.jobs.items():
+            assert not job.chosen or self.held(name), f"{name}: a person's choice at {job.chosen} was never decided"
             if job.down and job.wanted and not self.held(name):
                 assert job.paged >= job.down or self._watched(job), f"{name} is down since {job.down} and nobody was told"
 
@@ -149,6 +165,9 @@ class Checker:
         if isinstance(fact, EvidenceJudged):
             self.judged[fact.signal] += 1
             assert self.judged[fact.signal] == 1, "judged twice"
+            if fact.symptom in METRICS and fact.verdict == "attached" and job is not None:
+                from_ = min(step for step in (fact.bad_step, max(fact.step, 0), *(job.wrong or ())[:1]) if step >= 0)
+                job.wrong = (from_, max(fact.step, *(job.wrong or (0,))[1:2], from_), job.attempt)
         elif isinstance(fact, TimerSet):
             assert fact.timer not in self.timers, "a timer's id is used twice"
             self.timers.add(fact.timer)
@@ -203,6 +222,8 @@ class Checker:
         assert fact.ordinal > job.ordinal
         job.ordinal = fact.ordinal
         assert fact.policy_digest == self.policy_digest
+        if fact.rule == "override" and fact.vetoed != "hold":
+            job.chosen = 0
         if fact.rule == "examine_evicted":
             assert fact.mode == ("observe" if self.policy.mode_of(fact.rule) == "observe" else "auto")
         elif fact.rung == "planned" or not fact.incident or fact.rule == "override":
@@ -310,6 +331,10 @@ class Checker:
         known = {p.node: p for p in (*job.places, *job.spares.values())}
         job.places = [known[node] for node in nodes]
         job.attempt, job.down = fact.attempt, 0
+        if job.wrong is not None:
+            assert 0 <= fact.restore_below_step <= job.wrong[0], (
+                f"it may restore what was computed wrongly from {job.wrong[0]} on"
+            )
         assert fact.world_size == len(nodes) * job.declared.ranks_per_node
 
 
