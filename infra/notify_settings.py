@@ -79,7 +79,7 @@ def load(path: Path) -> NotifySettings:
     """Raises BadNotify."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not YAML in UTF-8"
         raise BadNotify(f"where pages go can't be read from {path}: {why}") from None
     try:

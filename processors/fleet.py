@@ -60,7 +60,8 @@ def _unfit_declaration(fleet: Fleet, data: JobDeclared) -> str:
     known = fleet.jobs.get(data.job)
     if data.job == subjects.FLEET:
         return f"no job can be called {subjects.FLEET}"
-    if known is not None and (known.wanted == "running" or not known.ended or (known.plan and known.plan.pending)):
+    over = known is None or (known.wanted != "running" and known.ended and known.incident is None)
+    if known is not None and (not over or (known.plan and known.plan.pending)):
         return f"job {data.job} is declared already; stop it first, and declare it again when it is down"
     nodes = [place.node for place in (*data.nodes, *data.standbys)]
     if len(set(nodes)) < len(nodes):

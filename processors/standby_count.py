@@ -8,12 +8,16 @@ from math import exp, lgamma, log, log1p
 #: 0.001165 and 0.00125; its dense job of 1,200 machines had 128 evictions in some 90 days, 0.0012.
 DAILY_FAILURES = 0.0012
 PERCENTILE = 0.99
+#: More than any job has; beyond it the sum takes long.
+MACHINES_MAX = 10_000_000
 
 
 def standbys_for(machines: int, daily_failures: float = DAILY_FAILURES, percentile: float = PERCENTILE) -> int:
     """The smallest k with P(K <= k) >= percentile, K ~ Binomial(machines, daily_failures). Raises ValueError for what is no such number."""
-    if machines < 0 or not 0 <= daily_failures <= 1 or not 0 < percentile < 1:
-        raise ValueError("machines are 0 or more, the daily share of them that fails is 0 to 1, the percentile between 0 and 1")
+    if not 0 <= machines <= MACHINES_MAX or not 0 <= daily_failures <= 1 or not 0 < percentile < 1:
+        raise ValueError(
+            f"machines are 0 to {MACHINES_MAX}, the daily share of them that fails is 0 to 1, the percentile between 0 and 1"
+        )
     if machines == 0 or daily_failures == 0:
         return 0
     if daily_failures == 1:

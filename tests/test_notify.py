@@ -231,6 +231,7 @@ channels:
         ("repeat_after_s: 0", "repeat_after_s"),
         ("pages: 1", "pages: Extra inputs"),
         (": : :", "it is not YAML"),
+        ("[" * 100_000, "it is not YAML"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
