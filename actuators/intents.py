@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from actuators.machine_tests import agreed
 from events.action import OutcomeRecorded, PageRepeated, Result, TryStarted
-from events.decision import IncidentClosed, IntentIssued
+from events.decision import IncidentClosed, IntentIssued, MachineJudged
 from events.envelope import AnyEvent
 from events.job import HoldPlaced, HoldReleased, JobDeclared, StandbyAdded
 
@@ -132,6 +132,11 @@ def fold(state: State, seen: Seen) -> State:
             view = state.job(fact.job)
             evicted = tuple(node for node in view.evicted if node != fact.place.node)
             standbys = (*(node for node in view.standbys if node != fact.place.node), fact.place.node)
+            return replace(state, jobs=_with(state.jobs, fact.job, replace(view, standbys=standbys, evicted=evicted)))
+        case MachineJudged() if fact.back:  # a spare again
+            view = state.job(fact.job)
+            evicted = tuple(node for node in view.evicted if node != fact.node)
+            standbys = (*(node for node in view.standbys if node != fact.node), fact.node)
             return replace(state, jobs=_with(state.jobs, fact.job, replace(view, standbys=standbys, evicted=evicted)))
         case IntentIssued():
             return _issued(state, seen, fact)

@@ -58,7 +58,7 @@ Answers = AsyncIterator[tuple[str, CommandAnswered]]
 ROLE_OF = {
     "job_declared": "operator", "standby_added": "operator", "hold_placed": "operator", "hold_released": "operator",
     "approval_given": "operator", "page_acknowledged": "operator", "restart_requested": "operator", "stop_requested": "operator",
-    "decision_made": "decider", "intent_issued": "decider", "incident_closed": "decider", "job_finished": "detector",
+    "decision_made": "decider", "intent_issued": "decider", "incident_closed": "decider", "machine_judged": "decider", "job_finished": "detector",
     "try_started": "actuator", "outcome_recorded": "actuator", "page_repeated": "actuator",
 }  # fmt: skip
 

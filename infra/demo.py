@@ -258,8 +258,14 @@ class Demo:
         job = self.watch.fleet.jobs.get(JOB)
         if job is None:
             return False
-        beats = [self.watch.nodes.get(place.node, (0, None))[1] for place in (*job.places, *job.standbys)]
-        return all(beat is not None and beat.parked >= 1 for beat in beats)
+
+        def parked(node: str) -> bool:
+            beat = self.watch.nodes.get(node, (0, None))[1]
+            return beat is not None and beat.parked >= 1
+
+        # A machine that came back from its examination is a spare too, and gets warm with the next start.
+        spares = [place.node for place in job.standbys]
+        return all(parked(place.node) for place in job.places) and (not spares or any(map(parked, spares)))
 
     async def _finish(self) -> None:
         score = self._new("the job finishes", "no incident")

@@ -24,7 +24,7 @@ from actuators.ranks import RankHost, RankNews
 from events import subjects
 from events.action import CommandAnswered, NodeCommand, OutcomeRecorded, TryStarted
 from events.clock import NS
-from events.decision import IncidentClosed, IntentIssued, RankPlace
+from events.decision import IncidentClosed, IntentIssued, MachineJudged, RankPlace
 from events.envelope import AnyEvent, Fact
 from events.incident import JobFinished
 from events.job import HoldPlaced, HoldReleased, JobDeclared, Place, StandbyAdded
@@ -157,6 +157,16 @@ def test_spares_are_known_and_an_evicted_one_is_none_until_it_is_added_again() -
     assert (state.job(JOB).standbys, state.job(JOB).evicted) == (("s0", "s1"), ("s0",))
     state = after(StandbyAdded(job=JOB, place=Place(node="s0"), author="a"), state=state)
     assert (state.job(JOB).standbys, state.job(JOB).evicted) == (("s1", "s0"), ())
+
+
+def test_a_machine_that_its_examination_brought_back_is_a_spare_again() -> None:
+    evict = intent("evict_node", node="s0")
+    out = OutcomeRecorded(key=evict.key, job=JOB, verb="evict_node", result="done")
+    judged = {"job": JOB, "node": "s0", "verdict": "exonerated", "trigger": 1, "ledger_digest": ""}
+    stays = after(declared(), evict, out, MachineJudged(**judged, back=False))
+    assert stays.job(JOB).evicted == ("s0",)
+    back = after(declared(), evict, out, MachineJudged(**judged, back=True))
+    assert back.job(JOB).evicted == () and back.job(JOB).standbys[-1] == "s0"
 
 
 FACTS = st.one_of(
