@@ -29,6 +29,8 @@ HANG_XIDS = frozenset({119, 120})
 XID_WINDOW_NS = 60 * NS
 #: Told of something that waited in a spool so long, it may have been taken for history: it is told again of the next that did not.
 LATE_NS = 30 * NS
+#: Samples further apart than so many intervals are not on end.
+ON_END = 4
 #: NVML's codes for a GPU that this user may not ask; it is there.
 _NOT_ALLOWED = (4, 17)
 _XID = re.compile(r"(?<![A-Za-z])Xid \((?P<device>[^)]{4,40})\): (?P<xid>\d{1,6})(?!\d)")
@@ -110,19 +112,25 @@ class _Fold:
         if run is None and not text:
             return runs
         others = tuple(r for r in runs if r.rule != rule)
-        event = self.seen.event
+        event, seen_ns = self.seen.event, self.seen.seen_ns
+        if run is not None and (event.id == run.last_id or seen_ns < run.last_ns):
+            return runs  # told twice, or overtaken by a later one
         if not text:
             assert run is not None
             if not run.told_ns:
                 return others
             gone = min(0, run.samples) - 1
             if -gone < samples:
-                return (*others, run._replace(samples=gone))
+                return (*others, run._replace(samples=gone, last_id=event.id, last_ns=seen_ns))
             if run.over:
                 self.ended.add(run.symptom)
             return others
         run = run or Run(rule, symptom, over=over)
-        run = run._replace(samples=min(samples, max(0, run.samples) + 1))
+        on_end = (
+            run.told_ns or not isinstance(event.data, GpuSample) or seen_ns - run.last_ns <= ON_END * event.data.interval_s * NS
+        )
+        before = max(0, run.samples) if on_end else 0
+        run = run._replace(samples=min(samples, before + 1), last_id=event.id, last_ns=seen_ns)
         now_ns = self.seen.time_ns
         late = now_ns - self.seen.seen_ns >= LATE_NS
         again = (

@@ -11,7 +11,8 @@ XIDS_MAX = 16
 
 class Run(NamedTuple):
     """Something that holds. `samples`: how many on end it has (below 0: how many on end it has not, after it was told). `job`,
-    `attempt`: whose it was told as; `late`: of a sample that had waited. `over`: its end is told as well."""
+    `attempt`: whose it was told as; `late`: of a sample that had waited. `over`: its end is told as well. `last_id`, `last_ns`: of the sample that
+    was counted last, and when it was seen."""
 
     rule: str
     symptom: Symptom
@@ -21,6 +22,8 @@ class Run(NamedTuple):
     attempt: int = 0
     late: bool = False
     over: bool = True
+    last_id: str = ""
+    last_ns: int = 0
 
 
 class View(NamedTuple):

@@ -275,6 +275,25 @@ def test_rows_that_wait_or_cannot_be_remapped() -> None:
     assert "page retirement" in claims(every_10_s(retire, retire))[0].evidence
 
 
+def test_samples_that_come_twice_or_far_apart_are_not_on_end() -> None:
+    hot = sample(gpu(3, clock_reasons=("hw_thermal",)))
+    twice = Story()
+    for i in range(2):
+        for _ in range(2):
+            tell(twice, 10 * i, hot, id=f"hot-{i}", number=i + 1)
+    assert claims(twice) == []
+    apart = Story()
+    for i in range(9):
+        tell(apart, 600 * i, hot)
+    assert claims(apart) == []
+    # A sample that waited in a spool counts by when it was seen.
+    late = every_10_s(hot, hot)
+    tell(late, 12, hot, held_s=11)
+    assert claims(late) == []
+    tell(late, 20, hot)
+    assert brief(late) == [("gpu_thermal", "low", "gpu_hw_thermal", "0000:40:00.0")]
+
+
 def test_heat_that_lasts_and_ends() -> None:
     hot = sample(
         gpu(
