@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from actuators.machine_tests import agreed
-from events.action import OutcomeRecorded, PageRepeated, Result, TryStarted
+from events.action import OutcomeRecorded, PageEnded, PageRepeated, Result, TryStarted
 from events.decision import IncidentClosed, IntentIssued, MachineJudged
 from events.envelope import AnyEvent
 from events.job import HoldPlaced, HoldReleased, JobDeclared, StandbyAdded
@@ -149,7 +149,7 @@ def fold(state: State, seen: Seen) -> State:
             return replace(state, pending=_with(state.pending, fact.key, replace(pending, begun=begun)))
         case OutcomeRecorded():
             return _outcome(state, seen, fact)
-        case PageRepeated():
+        case PageRepeated() | PageEnded():
             return replace(state, last_own=_with(state.last_own, fact.job, seen.sequence))
         case IncidentClosed():
             view = state.job(fact.job)
@@ -216,7 +216,7 @@ def judge(state: State, pending: Pending) -> CarryOut | Refuse:
     finishing = intent.verb in FINISHED and pending.begun and intent.decision == state.job(intent.job).newest
     if why and not finishing:
         return Refuse(pending, "refused_stale", why)
-    if state.now_ns > intent.expires_ns:
+    if state.now_ns > intent.expires_ns and intent.verb != "notify":  # a page that stands is sent however late
         return Refuse(
             pending, "refused_expired", f"it was to begin {(state.now_ns - intent.expires_ns) / 1e9:.3f} s ago at the latest"
         )

@@ -15,8 +15,9 @@ from events.clock import text_of
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One page as it is sent. `key` is the page's; `id` the sending's (the page's, and `-N` for the Nth repeat): whoever gets the same
-    id again has it already. `asks`: it waits for a yes. `over_ns`: since when it is over (0: it stands)."""
+    """One page as it is sent. `key` is the page's; `id` the sending's (the page's, and `-N` for the Nth repeat, `-over` for its end):
+    whoever gets the same id again has it already. `asks`: it waits for a yes. `over_ns`: since when it is over (0: it stands), `over`:
+    what ended it, of the message that tells so."""
 
     key: str
     job: str
@@ -32,22 +33,28 @@ class Message:
     runbook_url: str = ""
     acknowledged: str = ""
     over_ns: int = 0
+    over: str = ""
 
     @property
     def id(self) -> str:
+        if self.over:
+            return f"{self.key}-over"
         return f"{self.key}-{self.number}" if self.number else self.key
 
     def body(self) -> dict[str, Any]:
         """What a webhook or a script is told."""
         named = self.incident or self.decision
         commands = {"explain": f"keepstep explain {self.incident}"} if self.incident else {}
-        if self.asks:
+        if self.asks and not self.over:
             commands |= {word: f"keepstep {word} {self.decision} --reason '…'" for word in ("approve", "deny")}
-        commands |= {"acknowledge": f"keepstep ack {named} --reason '…'", "runbook": f"keepstep runbook {self.runbook}"}
+        if not self.over:
+            commands |= {"acknowledge": f"keepstep ack {named} --reason '…'", "runbook": f"keepstep runbook {self.runbook}"}
+        ended = {"over": self.over, "ended": text_of(self.over_ns)} if self.over else {}
         return {
-            "type": "keepstep.page.v1", "id": self.id, "key": self.key, "number": self.number, "job": self.job, "incident": self.incident,
+            "type": "keepstep.page.v1", "status": "resolved" if self.over else "firing", "id": self.id, "key": self.key, "number": self.number, "job": self.job, "incident": self.incident,
             "decision": self.decision, "rung": self.rung, "rule": self.rule, "asks": self.asks, "text": self.text,
             "issued": text_of(self.issued_ns), "runbook": self.runbook, "runbook_url": self.runbook_url, "commands": commands,
+            **ended,
         }  # fmt: skip
 
 
@@ -64,6 +71,11 @@ class Channel(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def tells_end(self) -> bool:
+        """Whether it is sent a message of its own when a page is over."""
+        ...
+
     async def send(self, message: Message, now_ns: int) -> Sent: ...
 
 
@@ -73,6 +85,7 @@ class Script:
 
     name: str
     script: Exec
+    tells_end: bool = True
 
     async def send(self, message: Message, now_ns: int) -> Sent:
         code, out, err = await self.script.run("notify", message.body(), self.script.limit_s)

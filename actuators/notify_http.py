@@ -84,6 +84,7 @@ class Webhook:
     name: str
     http: Http
     secret: str = ""
+    tells_end: bool = True
 
     async def send(self, message: Message, now_ns: int) -> Sent:
         body = json.dumps(message.body(), ensure_ascii=False, sort_keys=True).encode()
@@ -109,6 +110,9 @@ class Alertmanager:
     name: str
     http: Http
     labels: Mapping[str, str]
+
+    #: It is told of the end with all that stands.
+    tells_end = False
 
     async def send(self, message: Message, now_ns: int) -> Sent:
         return await self.tell((message,), now_ns)

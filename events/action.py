@@ -54,6 +54,18 @@ class PageRepeated(Fact):
     detail: str = Field(default="", max_length=TEXT_MAX)
 
 
+class PageEnded(Fact):
+    """Over the channels that want it, it was told that nothing is asked any more. `key`: the page's intent's; `why`: what ended it."""
+
+    TYPE: ClassVar[str] = "keepstep.page_ended.v1"
+    key: str
+    incident: str = ""
+    job: str = Field(max_length=NAME_MAX)
+    why: str = Field(max_length=TEXT_MAX)
+    result: Result
+    detail: str = Field(default="", max_length=TEXT_MAX)
+
+
 class NodeCommand(Fact):
     """To one node's agent, over `command.<node>.<verb>`: not stored, repeated until it is answered. `key` makes it idempotent; an
     agent refuses an attempt below the newest it has been told of for the job."""

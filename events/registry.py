@@ -25,7 +25,7 @@ FACTS: tuple[type[Fact], ...] = (
     decision.DeciderStarted, decision.IncidentOpened, decision.EvidenceJudged, decision.SharedCause, decision.TimerSet,
     decision.TimerFired, decision.DecisionMade, decision.IntentIssued, decision.IncidentClosed, decision.AttemptEnded,
     decision.RevisionStable, decision.MachineJudged, decision.Diverged,
-    action.TryStarted, action.OutcomeRecorded, action.PageRepeated, action.NodeCommand, action.CommandAnswered,
+    action.TryStarted, action.OutcomeRecorded, action.PageRepeated, action.PageEnded, action.NodeCommand, action.CommandAnswered,
 )  # fmt: skip
 
 BY_TYPE: Mapping[str, type[Fact]] = {fact.TYPE: fact for fact in FACTS}

@@ -336,6 +336,10 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "page_repeated": lambda d: (
         f"page of {_id(d.key)} repeated, {d.number}. time: {d.result}" + (f" ({_short(d.detail)})" if d.detail else "")
     ),
+    "page_ended": lambda d: (
+        f"told that the page of {_id(d.key)} is over ({_short(d.why)}): {d.result}"
+        + (f" ({_short(d.detail)})" if d.detail else "")
+    ),
     "hold_placed": _hold,
     "hold_released": lambda d: f"hold on {d.job or 'the fleet'} released: {_short(d.reason)}",
     "restart_requested": lambda d: (

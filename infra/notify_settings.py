@@ -7,7 +7,7 @@ the settings themselves hold none.
     channels:
       - {kind: webhook, url_file: /etc/keepstep/pager.url, secret_file: /etc/keepstep/pager.secret}
       - {kind: alertmanager, url: "http://alertmanager:9093", labels: {cluster: a}}
-      - {kind: script, script: /usr/local/bin/page}
+      - {kind: script, script: /usr/local/bin/page, send_resolved: false}
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class _Webhook(_Web):
     #: Of the signature.
     secret_file: str = ""
     secret_env: str = ""
+    #: Whether it is told, by a message of status `resolved`, that a page is over (Alertmanager's own word for it).
+    send_resolved: bool = True
 
 
 class _Alertmanager(_Web):
@@ -62,6 +64,7 @@ class _Script(_Section):
     name: str = ""
     script: str
     timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    send_resolved: bool = True
 
 
 class NotifySettings(_Section):
@@ -104,7 +107,7 @@ def channels_of(settings: NotifySettings) -> list[Channel]:
 def _channel(name: str, section: _Webhook | _Alertmanager | _Script) -> Channel:
     if isinstance(section, _Script):
         try:
-            return Script(name, Exec(section.script, limit_s=section.timeout_s))
+            return Script(name, Exec(section.script, limit_s=section.timeout_s), section.send_resolved)
         except BadScript as error:
             raise BadNotify(f"channel {name}: {error}") from None
     from actuators.notify_http import Alertmanager, Http, Webhook, signature  # its client takes a while to load
@@ -126,7 +129,7 @@ def _channel(name: str, section: _Webhook | _Alertmanager | _Script) -> Channel:
         signature(secret, "", "", b"")
     except ValueError:
         raise BadNotify(f"channel {name}: its secret begins with whsec_ and goes on with what is no base64") from None
-    return Webhook(name, http, secret)
+    return Webhook(name, http, secret, section.send_resolved)
 
 
 def _secret(channel: str, what: str, file: str, variable: str) -> str:

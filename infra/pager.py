@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from actuators.intents import Pending, Seen
 from actuators.notify import Channel, Message, Sent
-from actuators.pages import Page, Pages, due, ended, fold, standing
+from actuators.pages import Page, Pages, due, ended, fold, standing, to_end
 from actuators.port import Done, Work
-from events.action import PageRepeated
+from events.action import PageEnded, PageRepeated
 from events.clock import NS
 from events.decision import DecisionMade, IntentIssued
 from events.envelope import TEXT_MAX
@@ -27,7 +27,7 @@ POLL_S = 1.0
 AGAIN_POLLS = 5
 
 RunbookOf = Callable[[IntentIssued, DecisionMade | None], str]
-Append = Callable[[Pending, PageRepeated, int], Awaitable[None]]
+Append = Callable[[Pending, PageRepeated | PageEnded, int], Awaitable[None]]
 #: The job's own backend: its script, or the log.
 Backend = Callable[[Work], Coroutine[Any, Any, Done]]
 
@@ -58,6 +58,9 @@ class Pager:
         self._now_ns, self._poll_s = now_ns, poll_s
         #: key -> the newest repeat that was sent and may not have been read back yet.
         self._repeated: dict[str, int] = {}
+        #: key -> the newest repeat's sending, and the end's, once it has begun: the end is told last.
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[str] = set()
 
     def hear(self, seen: Seen) -> None:
         self.pages = fold(self.pages, seen)
@@ -65,6 +68,8 @@ class Pager:
     async def page(self, work: Work, backend: Backend, number: int = 0) -> Done:
         """Sends an intent's page over each channel, and by the job's own backend. Done if one of them reached somebody."""
         known = self.pages.by_key.get(work.intent.key)
+        if known is not None and known.over_ns and not known.sent_ns:
+            return Done("refused_stale", f"over before it could be sent: {known.over}")
         message = self._message(known or Page(work.intent, "", 0, self._now_ns()), number)
         told = replace(work, intent=work.intent.model_copy(update={"text": message.text}))
         own = asyncio.create_task(backend(told))
@@ -114,7 +119,11 @@ class Pager:
                     number, work = page.repeats + 1, work_of(page.intent)
                     if work is not None and self._repeated.get(page.intent.key, 0) < number:
                         self._repeated[page.intent.key] = number
-                        tasks.create_task(self._repeat(page, work, backend, number, append))
+                        self._sending[page.intent.key] = tasks.create_task(self._repeat(page, work, backend, number, append))
+                for page in to_end(self.pages, self._now_ns()):
+                    if page.intent.key not in self._ending and any(channel.tells_end for channel in self.channels):
+                        self._ending.add(page.intent.key)
+                        tasks.create_task(self._end(page, append))
 
     async def _repeat(self, page: Page, work: Work, backend: Backend, number: int, append: Append) -> None:
         done = await self.page(work, backend, number)
@@ -123,6 +132,21 @@ class Pager:
             key=intent.key, incident=intent.incident, job=intent.job, number=number, result=done.result, detail=done.detail[:TEXT_MAX]
         )  # fmt: skip
         await append(Pending(intent, page.event_id, page.sequence, page.issued_ns), fact, number)
+
+    async def _end(self, page: Page, append: Append) -> None:
+        """Tells the channels that want it that a page is over."""
+        intent, last = page.intent, self._sending.pop(page.intent.key, None)
+        if last is not None:
+            await asyncio.wait({last})
+        message = self._message(page, page.repeats)
+        message = replace(message, over=page.over, text=f"(over: {page.over}) {message.text}"[:TEXT_MAX])
+        channels = [channel for channel in self.channels if channel.tells_end]
+        sent = await asyncio.gather(*(self._send(channel, message) for channel in channels))
+        fact = PageEnded(
+            key=intent.key, incident=intent.incident, job=intent.job, why=page.over[:TEXT_MAX], result="done" if any(one.ok for one in sent) else "failed",
+            detail="; ".join(f"{channel.name}: {one.detail}" for channel, one in zip(channels, sent, strict=True))[:TEXT_MAX],
+        )  # fmt: skip
+        await append(Pending(intent, page.event_id, page.sequence, page.issued_ns), fact, 0)
 
     async def _keep_told(self, channel: Teller) -> None:
         """Tells what stands and what has ended as soon as it changes, and every `refresh_s`."""

@@ -113,7 +113,7 @@ ROLE_OF: dict[str, str] = {
         ("signal", "signal_cleared", "progress_noted", "job_finished", "evidence_missing", "detector_started", "configuration_drift"),
         "detector",
     ),
-    **dict.fromkeys(("try_started", "outcome_recorded", "page_repeated"), "actuator"),
+    **dict.fromkeys(("try_started", "outcome_recorded", "page_repeated", "page_ended"), "actuator"),
     "timer_fired": "timer",
     **dict.fromkeys(UNDERIVED, "decider"),
 }  # fmt: skip

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from actuators.intents import Seen
 from actuators.notify import Message, Script
 from actuators.notify_http import Alertmanager, Http, Webhook
-from actuators.pages import Pages, due, ended, fold, standing
-from events.action import OutcomeRecorded, PageRepeated, TryStarted
+from actuators.pages import Pages, due, ended, fold, standing, to_end
+from events.action import OutcomeRecorded, PageEnded, PageRepeated, TryStarted
 from events.clock import NS, ns_of
 from events.decision import DecisionMade, IntentIssued
 from events.envelope import Fact
@@ -352,6 +352,33 @@ def test_what_was_never_sent_is_not_repeated_and_old_ends_are_forgotten() -> Non
     assert ended(over, START_NS + 899 * NS) and not ended(over, START_NS + 900 * NS)
 
 
+@pytest.mark.parametrize(
+    ("before", "fact", "over"),
+    [
+        ([decided(), page(), sent()], closed(1), "its incident was closed: recovered by reattempt"),
+        ([decided(rung="evict", mode="approve"), page(), sent()], ApprovalGiven(decision="d1", job=JOB, granted=False, reason="r", author="ann"), "no by ann"),
+        ([decided(rung="evict", mode="approve"), page(), sent()], decided("d2", rung="evict", nodes=("n1",)), "another decision took its place: evict n1"),
+        ([decided(incident=""), page(incident="", epoch=0), sent()], RestartRequested(job=JOB, reason="r", author="bob"), "restart by bob"),
+        ([decided(incident=""), page(incident="", epoch=0), sent()], StopRequested(job=JOB, reason="r", author="bob"), "stop by bob"),
+        ([decided(incident=""), page(incident="", epoch=0), sent()], declared(author="bob"), "declared anew by bob"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_page_is_told_once_with_what_ended_it(before: list[Fact], fact: Fact, over: str) -> None:
+    assert to_end(told(*before), START_NS) == ()
+    (one,) = to_end(told(*before, fact), START_NS)
+    assert one.over == over
+    told_so = PageEnded(key="page-d1", job=JOB, why=over, result="failed")
+    assert to_end(told(*before, fact, told_so), START_NS) == ()
+    assert to_end(told(*before, fact), START_NS + 900 * NS) == (), "what was over long ago is no news"
+
+
+def test_a_page_that_was_never_sent_has_no_end_to_tell_and_is_known_as_over_for_good() -> None:
+    pages = told(decided(), page(), closed(1), (5000, decided("d2", incident="i2")), page("d2", incident="i2"))
+    assert to_end(pages, START_NS) == () and pages.by_key["page-d1"].over
+    refused = OutcomeRecorded(key="page-d1", job=JOB, verb="notify", result="refused_stale")
+    assert list(told(decided(), page(), closed(1), refused).by_key) == []
+
+
 # --- the service ----------------------------------------------------------------------------------------------------------------
 
 
@@ -486,6 +513,67 @@ async def test_alertmanager_is_told_again_and_of_the_end_also_after_a_restart() 
         resolved = server.bodies()[-1][0]
         assert resolved["labels"] == firing["labels"]
         assert ns_of(resolved["endsAt"]) <= START_NS + 2 * NS < ns_of(firing["endsAt"])
+
+
+async def test_webhooks_and_scripts_are_told_of_the_end_once_also_after_a_restart(tmp_path: Path) -> None:
+    script = tmp_path / "page"
+    script.write_text(f"#!/bin/sh\ncat >> {tmp_path}/told\n")
+    script.chmod(0o755)
+    async with serving(200) as hook, serving(200) as quiet:
+        text = f"""channels:
+          - {{kind: webhook, name: w, url: '{hook.url}'}}
+          - {{kind: webhook, name: q, url: '{quiet.url}', send_resolved: false}}
+          - {{kind: script, script: {script}}}"""
+        channels = channels_of(load(settings_in(tmp_path, text)))
+        world = World()
+        for fact in (declared(), decided(), page()):
+            await world.say(fact)
+        await until(lambda: world.facts(OutcomeRecorded), actuators(world, pager(*channels)))
+        assert world.facts(PageEnded) == []
+        await world.say(closed(1))
+        await until(lambda: world.facts(PageEnded), actuators(world, pager(*channels)))
+        before = len(hook.told)
+        with suppress(TimeoutError):
+            await until(lambda: len(hook.told) > before, actuators(world, pager(*channels)), within_s=0.3)
+    (end,) = world.facts(PageEnded)
+    assert (end.key, end.result, end.why) == ("page-d1", "done", "its incident was closed: recovered by reattempt")
+    assert end.detail == "w: taken (200); script-3: exit code 0"
+    assert hook.ids == ["page-d1", "page-d1-over"] and quiet.ids == ["page-d1"]
+    first, last = hook.bodies()
+    assert (first["status"], last["status"], last["key"], first["key"]) == ("firing", "resolved", "page-d1", "page-d1")
+    assert last["text"].startswith("(over: its incident was closed: recovered by reattempt) nothing is left")
+    assert "acknowledge" in first["commands"] and list(last["commands"]) == ["explain"] and "over" not in first
+    assert [json.loads(line)["status"] for line in (tmp_path / "told").read_text().splitlines()] == ["firing", "resolved"]
+
+
+async def test_the_end_is_told_after_the_repeat_that_is_being_sent() -> None:
+    async with serving(200) as server:
+        world = World()
+        for fact in (declared(), decided(), page(), sent()):
+            await world.say(fact)
+        paging = pager(Webhook("w", http(server.url)), repeat_after_s=0.05)
+        page_once = paging.page
+
+        async def slowly(work: Any, backend: Any, number: int = 0) -> Any:
+            await world.say(closed(1))
+            await asyncio.sleep(0.2)
+            return await page_once(work, backend, number)
+
+        paging.page = slowly  # type: ignore[method-assign]
+        await until(lambda: world.facts(PageEnded), actuators(world, paging))
+        assert server.ids == ["page-d1-1", "page-d1-over"]
+
+
+async def test_a_page_that_stands_is_sent_however_late_and_one_that_is_over_is_not() -> None:
+    async with serving(200) as server:
+        world = World()
+        for fact in (declared(), decided(), page(expires_ns=START_NS), decided("d2", incident="i2"), page("d2", incident="i2", expires_ns=START_NS)):  # fmt: skip
+            await world.say(fact)
+        await world.say(closed(1))
+        world.bus.advance(3600 * NS)
+        await until(lambda: len(world.facts(OutcomeRecorded)) == 2, actuators(world, pager(Webhook("w", http(server.url)))))
+        assert {o.key: o.result for o in world.facts(OutcomeRecorded)} == {"page-d1": "refused_stale", "page-d2": "done"}
+        assert server.ids == ["page-d2"] and world.facts(PageEnded) == []
 
 
 async def test_without_channels_it_is_the_backends_and_nothing_is_repeated() -> None:
