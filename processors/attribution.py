@@ -92,13 +92,15 @@ def attributed(
     if prior is None:
         return Judgement("undecided", 0.5, f"{what.kind} is none of the symptoms that are judged here")
     odds = prior / (1 - prior)
-    words = [f"{what.kind}: {prior:.0%} of them were infrastructure"]
+    words = []
     for weight in _weights(what, _same(what, roots, rules), list(beside), rules, racks, code_is_new):
         odds *= weight.factor
         words.append(weight.words)
     infra = odds / (1 + odds)
     fault: Fault = "infra" if infra >= rules.infra_min else "user" if infra <= rules.user_max else "undecided"
-    text = f"{'; '.join(words)}: {infra:.0%} infrastructure"
+    text = f"{what.kind}: infrastructure in {prior:.0%} of cases"
+    if words:
+        text += f", here {infra:.0%}: {'; '.join(words)}"
     return Judgement(fault, round(infra, 4), text, what.node if fault == "infra" else "")
 
 
@@ -138,7 +140,7 @@ def _weights(
     )
     if found:
         yield _Weight(strong, f"beside {', '.join(found)} on {what.node}")
-    jobs = {one.job for one in same if one.node == what.node and one.job}
+    jobs = {one.job for one in same if what.node and one.node == what.node and one.job}
     if len(jobs) >= rules.jobs_min:
         yield _Weight(strong, f"{len(jobs)} jobs met it on {what.node}")
     yield from _spread(what, same, rules, racks)
@@ -166,15 +168,15 @@ def _spread(what: Sighting, same: Sequence[Sighting], rules: Attribution, racks:
 
 
 def _repeats(what: Sighting, same: Sequence[Sighting], rules: Attribution) -> Iterable[_Weight]:
-    """Other attempts of the job: it stays with a machine, or it goes with the job."""
+    """Other attempts of the job: it stays with a machine, or it goes with the job. What no machine showed (a hang) does neither."""
     others = [one for one in same if one.job == what.job and one.attempt != what.attempt]
     if not others:
         return
     attempts = len({one.attempt for one in others}) + 1
-    if all(one.node == what.node for one in others):
+    if what.node and all(one.node == what.node for one in others):
         where = f"GPU {what.device} of " if what.device and all(one.device == what.device for one in others) else ""
         yield _Weight(rules.weak_factor, f"{where}{what.node} in {attempts} attempts, no other node")
-    elif all(one.node != what.node for one in others):
+    elif what.node and all(one.node not in ("", what.node) for one in others):
         yield _Weight(1 / rules.weak_factor, f"another node in each of {attempts} attempts")
     if what.step >= 0 and all(one.step == what.step for one in others) and any(one.node != what.node for one in others):
         yield _Weight(1 / rules.strong_factor, f"at step {what.step} each time")

@@ -42,7 +42,7 @@ def judged(what: Sighting, *history: Sighting, trouble: tuple[Beside, ...] = (),
 )
 def test_without_evidence_the_papers_shares_stand(kind: str, infra: float, fault: str) -> None:
     found = judged(at(kind=kind))
-    assert (found.infra, found.fault) == (infra, fault) and f"{infra:.0%} of them were infrastructure" in found.because
+    assert (found.infra, found.fault) == (infra, fault) and found.because == f"{kind}: infrastructure in {infra:.0%} of cases"
 
 
 @pytest.mark.parametrize("symptom", ["gpu_memory_error", "gpu_thermal"])
@@ -84,6 +84,13 @@ def test_repeats_stay_with_a_machine_or_go_with_the_job() -> None:
     assert goes.fault == "user" and "another node in each of 3 attempts" in goes.because
     same = judged(at(attempt=2, step=700), at(-600, attempt=1, node="n4", step=700))
     assert same.infra < 0.05 and "at step 700 each time" in same.because
+
+
+def test_what_no_machine_showed_neither_stays_with_one_nor_is_met_by_many_jobs_on_it() -> None:
+    again = judged(at(kind="hang", node="", attempt=3), at(-600, kind="hang", node="", attempt=2))
+    assert (again.infra, again.because) == (0.81, "hang: infrastructure in 81% of cases")
+    assert judged(at(kind="hang", node=""), at(-60, kind="hang", node="", job="llama", attempt=9)).infra == 0.81
+    assert judged(at(attempt=3), at(-600, attempt=2, node="")).infra == 0.34
 
 
 def test_new_code_points_at_the_code() -> None:
