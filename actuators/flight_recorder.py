@@ -1,5 +1,6 @@
 """PyTorch's flight recorder: a rank's dump (JSON, or the pickle that NCCL's watchdog writes), read as the groups it is in and what it has
-pending. The file is anybody's: bounded in size, and unpickled without a single class.
+pending. The file is anybody's: bounded in size, and unpickled without a single class, by the opcodes alone that a dump needs. What is read
+is looked at two levels deep and no further, since a pickle may hold a value in itself, or a list of ten lists of ten lists.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from events.envelope import NAME_MAX, TEXT_MAX
 from events.finding import GroupState, PendingOperation
@@ -19,10 +20,13 @@ from events.rank_set import RANKS_MAX, compact
 
 #: The recorder keeps a few thousand operations with their frames; a dump above this is not one.
 DUMP_BYTES_MAX = 64 << 20
+#: The same dump is a tenth as long as a pickle, since equal frames are in it once. Each byte may be a list of 56.
+PICKLE_BYTES_MAX = 16 << 20
+ENTRIES_MAX = 200_000
 #: Of a rank's pending operations the first so many are kept: the front is what decides.
 PENDING_MAX, GROUPS_MAX = 64, 64
 _NUMBER = re.compile(r"\d{1,9}")
-_TRANSFER = re.compile(r"(send|recv)\s*(\d+)(->|<-)(\d+)\Z")
+_TRANSFER = re.compile(r"(send|recv)\s*(\d{1,9})(->|<-)(\d{1,9})\Z")
 
 
 class BadDump(ValueError):
@@ -42,14 +46,68 @@ class Recording(NamedTuple):
         }  # fmt: skip
 
 
-class _Plain(pickle.Unpickler):
-    """Numbers, text, lists, tuples and dictionaries."""
+class _Plain(pickle._Unpickler):
+    """Numbers, text, lists, tuples and dictionaries. The unpickler that is written in Python, since only there an opcode can be left out;
+    it takes as long as the same dump does as JSON. (Hashing a tuple of tuples of tuples takes for ever, and nobody can interrupt it.)"""
+
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
-        raise BadDump(f"it is a pickle that wants {module}.{name}; a dump of the flight recorder holds no classes")
+        raise BadDump(f"it is a pickle that wants {module[:80]}.{name[:80]}; a dump of the flight recorder holds no classes")
 
     def persistent_load(self, pid: Any) -> Any:
         raise BadDump("it is a pickle that refers to something outside it; a dump of the flight recorder does not")
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put(key, value)
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        for at in range(0, len(items), 2):
+            self._put(items[at], items[at + 1])
+
+    def _dictionary(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        for at in range(0, len(items), 2):
+            self._put(items[at], items[at + 1])
+
+    def _put(self, key: Any, value: Any) -> None:
+        into = self.stack[-1]
+        if type(into) is not dict or type(key) not in (str, int):
+            raise BadDump("it is a pickle of something else than tables by name")
+        into[key] = value
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._list().append(value)
+
+    def _appends(self) -> None:
+        items = self.pop_mark()
+        self._list().extend(items)
+
+    def _list(self) -> list[Any]:
+        if type(into := self.stack[-1]) is not list:
+            raise BadDump("it is a pickle that adds to what is no list")
+        return into
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code[0]: pickle._Unpickler.dispatch[code[0]]
+        for code in (
+            pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+            pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.INT, pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.FLOAT,
+            pickle.BINUNICODE, pickle.BINUNICODE8, pickle.SHORT_BINUNICODE, pickle.UNICODE, pickle.SHORT_BINSTRING, pickle.BINSTRING,
+            pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.LIST,
+            pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+            pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.PERSID, pickle.BINPERSID,  # which say what they want, and are refused
+        )
+    } | {
+        pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items, pickle.DICT[0]: _dictionary,
+        pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends,
+    }  # fmt: skip
 
 
 def load(path: Path) -> Any:
@@ -66,6 +124,8 @@ def loads(raw: bytes) -> Any:
     if not raw.strip():
         raise BadDump("it is empty")
     if raw[:1] == b"\x80":
+        if len(raw) > PICKLE_BYTES_MAX:
+            raise BadDump(f"it is a pickle larger than {PICKLE_BYTES_MAX >> 20} MiB")
         try:
             return _Plain(io.BytesIO(raw)).load()
         except BadDump:
@@ -89,18 +149,20 @@ def recording(dump: Any) -> Recording:
     entries = dump.get("entries") or []
     if not isinstance(entries, list):
         raise BadDump("it has entries that are no list")
+    if len(entries) > ENTRIES_MAX:
+        raise BadDump(f"it has more than {ENTRIES_MAX} entries")
     entries = [entry for entry in entries if isinstance(entry, dict)]
-    configs = {str(name): config for name, config in _table(dump.get("pg_config")).items() if isinstance(config, dict)}
+    configs = {_text(name): config for name, config in _table(dump.get("pg_config")).items() if isinstance(config, dict)}
     told = {name: _members(_listed(config.get("ranks"))) for name, config in configs.items()}
     members = {name: ranks for name, (ranks, _) in told.items()}
-    kinds = {name: str(config.get("desc") or "") for name, config in configs.items()}
+    kinds = {name: _text(config.get("desc")) for name, config in configs.items()}
     entered: dict[str, int] = {}
     transfers: set[str] = set()
     pending: list[tuple[int, PendingOperation]] = []
     for at, entry in enumerate(entries):
         name, kind = _group_of(entry)
         kinds.setdefault(name, kind)
-        op = str(entry.get("profiling_name") or "unknown").split(":", 1)[-1]
+        op = (_text(entry.get("profiling_name")) or "unknown").split(":", 1)[-1]
         transfer = _TRANSFER.match(op)
         if transfer or entry.get("is_p2p") or _int(entry.get("p2p_seq_id"), 0) > 0:
             transfers.add(name)
@@ -135,9 +197,16 @@ def _table(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _text(value: Any) -> str:
+    """Of what is text, or a number in its place; "" of all else. What no encoding has (half a surrogate pair) is replaced."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    return str(value) if type(value) is int and abs(value) < 1 << 63 else ""
+
+
 def _int(value: Any, otherwise: int) -> int:
     try:
-        return int(value)
+        return max(-(1 << 62), min(1 << 62, int(value)))
     except (TypeError, ValueError, OverflowError):
         return otherwise
 
@@ -146,13 +215,17 @@ def _group_of(entry: dict[str, Any]) -> tuple[str, str]:
     """Name and kind: [name, description]."""
     told = entry.get("process_group")
     if isinstance(told, list | tuple) and told:
-        return str(told[0]), str(told[1]) if len(told) > 1 else ""
-    return str(entry.get("pg_id", "")), ""
+        return _text(told[0]), _text(told[1]) if len(told) > 1 else ""
+    return _text(entry.get("pg_id")), ""
 
 
 def _listed(told: Any) -> str:
     """`"[0, 4, 8]"`, in the group's own order, or a list."""
-    return told if isinstance(told, str) else ",".join(map(str, told)) if isinstance(told, list | tuple) else ""
+    if isinstance(told, list | tuple):
+        return ",".join(
+            str(rank) for rank in told[:RANKS_MAX] if type(rank) is int or (isinstance(rank, str) and len(rank) < 10)
+        )
+    return told if isinstance(told, str) else ""
 
 
 @lru_cache(maxsize=1024)
@@ -179,13 +252,13 @@ def _status(dump: dict[str, Any], configs: Mapping[str, Any], entries: list[dict
     """The last number that each group has enqueued. pg_status is by the process's own running number of the group; pg_config by the
     group's name, which is a running number of the whole job. Both grow in the order in which groups are made, so they pair up; not
     where an entry, which has both, says otherwise."""
-    status = {str(key): value for key, value in _table(dump.get("pg_status")).items() if isinstance(value, dict)}
+    status = {_text(key): value for key, value in _table(dump.get("pg_status")).items() if isinstance(value, dict)}
     names = list(configs)
     if len(status) != len(names) or not all(key.isdigit() for key in (*status, *names)):
         return {}
     pairs = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True))
     for entry in entries:
-        own, name = str(entry.get("pg_id", "")), _group_of(entry)[0]
+        own, name = _text(entry.get("pg_id")), _group_of(entry)[0]
         if own in pairs and pairs[own] != name:
             return {}
     return {name: _int(status[own].get("last_enqueued_collective"), -1) for own, name in pairs.items()}

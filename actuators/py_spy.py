@@ -86,7 +86,8 @@ def _stack(thread: dict[str, Any]) -> str:
     frames = [_frame(frame) for frame in reversed(thread["frames"]) if isinstance(frame, dict)]
     if len(frames) > FRAMES_MAX:
         frames = [*frames[: FRAMES_MAX // 4], CUT, *frames[-(FRAMES_MAX - FRAMES_MAX // 4) :]]
-    return ";".join(frames)
+    joined = ";".join(frames)
+    return joined if joined.isascii() else joined.encode("utf-8", "replace").decode()  # half a surrogate pair has no bytes
 
 
 def _frame(frame: dict[str, Any]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from events.finding import ProcessStack
 from events.rank_set import RANKS_MAX, expand
 from processors.parallel_groups import BadLayout, Layout
 
-_RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(\d{1,7})\D*\Z")
+_RANK = re.compile(r"rank[_-]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(?<![0-9])(?<![_-]-)([0-9]{1,7})[^0-9]*\Z")
+_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
+_SUFFIXES = ("", ".json", ".gz", ".txt", ".pkl", ".pickle")
 #: What the sizes of a job are called, by different hands.
 _SIZES = {
     "tp": ("tp", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -66,27 +69,47 @@ def read(path: Path) -> Found:
     if not path.is_dir():
         return _of_one_file(path)
     found = Found()
-    by_rank: dict[int, list[ProcessStack]] = {}
+    by_rank: dict[int, dict[str, list[ProcessStack]]] = {}
     for file in sorted(path.iterdir()):
-        if not file.is_file() or file.name.startswith("."):
-            continue
-        rank = _rank_of(file.name)
-        if rank < 0 and file.suffix not in ("", ".json", ".gz", ".txt", ".pkl", ".pickle"):
+        name = os.fsencode(file.name).decode("utf-8", "replace")
+        rank = _rank_of(name)
+        if name.startswith(".") or (rank < 0 and (file.is_dir() or file.suffix not in _SUFFIXES)):
             continue
         found.highest = max(found.highest, rank)
         if rank < 0:
-            if not file.stem.startswith(("topology", "layout", "README", "job")):
-                found.unread.append(Unread(file.name, -1, "its name does not say whose rank it is; call it rank_N.json"))
+            if not name.startswith(("topology", "layout", "README", "job")):
+                found.unread.append(Unread(name, -1, "its name does not say whose rank it is; call it rank_N.json"))
             continue
         try:
-            by_rank.setdefault(rank, []).extend(_of_rank(_bytes(file), rank))
+            if not file.is_file():  # a pipe would be waited for
+                raise BadStacks("it is no file" if file.exists() else "it is a link to nothing")
+            by_rank.setdefault(rank, {})[name] = _of_rank(_bytes(file), rank)
         except (BadDump, BadStacks) as error:
-            found.unread.append(Unread(file.name, rank, str(error)))
+            found.unread.append(Unread(name, rank, str(error)))
         except OSError as error:
-            found.unread.append(Unread(file.name, rank, f"it can't be read ({error.strerror or error})"))
-    for own in by_rank.values():
-        found.processes.extend(_joined(own))
+            found.unread.append(Unread(name, rank, f"it can't be read ({error.strerror or error})"))
+    for rank, files in by_rank.items():
+        _once(rank, files)
+        found.processes.extend(_joined([process for own in files.values() for process in own]))
+    for unread in found.unread:  # evidence, too: it is said why there is none of this rank
+        if unread.rank >= 0 and unread.rank not in by_rank:
+            found.processes.append(ProcessStack(rank=unread.rank, pid=0, error=f"{unread.file}: {unread.why}"[:1024]))
     return found
+
+
+def _once(rank: int, files: Mapping[str, list[ProcessStack]]) -> None:
+    """Of a rank there may be a recording and stacks, and stacks of several processes. The same twice, of two runs, say, would be one
+    rank made of both. Raises BadDump."""
+    seen: dict[int | str, str] = {}
+    for name, own in files.items():
+        plain = _ZEROS.sub(
+            "", name.split(".", 1)[0]
+        )  # rank_01.json is rank_1.json, but rank_1.txt may be the stack to its recording
+        keys: set[int | str] = {"recording" if process.recorded else f"stack {plain}" for process in own}
+        for key in keys | {process.pid for process in own if process.pid}:
+            if key in seen:
+                raise BadDump(f"{seen[key]} and {name} are both of rank {rank}: leave one of them")
+            seen[key] = name
 
 
 def write(folder: Path, processes: Iterable[ProcessStack]) -> None:
@@ -104,7 +127,7 @@ def layout_of(path: Path) -> dict[str, Any]:
     list, counts machines. Raises OSError, BadLayout."""
     try:
         told = yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise BadLayout(f"{path} is neither YAML nor JSON ({str(error).splitlines()[0]})") from None
     if isinstance(told, dict) and isinstance(told.get("job"), dict):
         told = told["job"]
@@ -119,8 +142,8 @@ def layout_of(path: Path) -> dict[str, Any]:
         for name, aliases in _SIZES.items():
             for alias in aliases:
                 value = table.get(alias, table.get(alias.upper()))
-                if isinstance(value, int) and value > 0:
-                    sizes.setdefault(name, value)
+                if value is not None:
+                    sizes.setdefault(name, _size(path, alias, value))
         if isinstance(order := table.get("rank_order", table.get("order")), str):
             sizes.setdefault("rank_order", "-".join(word for word in order.split("-") if word in ("tp", "pp", "dp")))
         if isinstance(nodes := table.get("nodes", table.get("machines")), list) and nodes:
@@ -128,6 +151,14 @@ def layout_of(path: Path) -> dict[str, Any]:
     if not sizes:
         raise BadLayout(f"{path} says none of tp, pp, dp, ranks_per_node, rank_order")
     return sizes
+
+
+def _size(path: Path, name: str, value: Any) -> int:
+    """Raises BadLayout."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 9 else value
+    if type(number) is not int or not 0 < number <= RANKS_MAX:
+        raise BadLayout(f"{path}: {name} is {str(value)[:40]!r}, not a number from 1 to {RANKS_MAX}")
+    return number
 
 
 def layout(told: dict[str, Any], world: int) -> Layout:
@@ -143,7 +174,9 @@ def layout(told: dict[str, Any], world: int) -> Layout:
     per_node = told.get("ranks_per_node")
     if per_node is None:
         nodes = told.get("nodes")
-        per_node = ranks // nodes if nodes and ranks % nodes == 0 else tp
+        if nodes and ranks % nodes:
+            raise BadLayout(f"{ranks} ranks do not fill {nodes} nodes alike")
+        per_node = ranks // nodes if nodes else tp
     return Layout(tp, pp, dp, per_node, told.get("rank_order", "tp-pp-dp"))
 
 
@@ -184,7 +217,9 @@ def _of_rank(raw: bytes, rank: int) -> list[ProcessStack]:
         except (ValidationError, TypeError):
             raise BadStacks("it has processes that are not as `keepstep stacks capture` writes them") from None
     if isinstance(value, dict) and not flight_recorder.is_dump(value) and isinstance(value.get("threads"), list):
-        return py_spy.from_threads(value["threads"], rank)
+        value = value["threads"]
+    if isinstance(value, list):  # behind a byte order mark, or in UTF-16
+        return py_spy.from_threads(value, rank)
     return [ProcessStack(rank=rank, pid=0, **flight_recorder.recording(value).fields())]
 
 

@@ -270,7 +270,7 @@ def _nothing_failed(untested: tuple[str, ...], unheard: list[str]) -> Located:
 
 def _nothing_passed(failing: list[tuple[str, tuple[str, ...]]], unheard: list[str], untested: tuple[str, ...]) -> Located:
     """One faulty machine leaves a group that passes in each phase, as far as its groups ran."""
-    if all(sum(1 for name, _ in failing if name.startswith(phase)) > 1 for phase in PHASES):
+    if not unheard or all(sum(1 for name, _ in failing if name.startswith(phase)) > 1 for phase in PHASES):
         return Located("everything_failed", (), (), untested, "no group passed in either phase: the fault is not a machine's")
     why = f"{_listed([name for name, _ in failing])} failed, nothing passed, and {_listed(unheard)} could not run"
     return Located("not_determined", (), (), untested, why)

@@ -233,6 +233,10 @@ def test_outcomes_by_name() -> None:
     two = of({"horizontal": [0, 1], "vertical": [1, 2]})  # 1 and 2; no other pair: 01 does not meet 25 ...
     assert (two.outcome, two.suspects, two.certain) == ("several_faulty", ("1", "2"), ("1", "2"))
     assert locate(groups, ()).outcome == "not_determined"
+    assert of({"horizontal": [0]}, vertical=[0, 1, 2]).suspects == ("0", "1")  # one round alone
+    lone = Groups((("0", "1"),), (("0", "1"),))
+    both = [ReplayResult(phase=phase, group=0, nodes=("0", "1"), failed=True) for phase in PHASES]
+    assert locate(lone, both).outcome == "everything_failed"
 
 
 @pytest.mark.parametrize(

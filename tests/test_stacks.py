@@ -200,6 +200,50 @@ def test_a_pickle_with_a_class_is_refused_before_it_is_made(tmp_path: Path) -> N
     assert not (tmp_path / "made").exists()
 
 
+def test_a_pickle_of_lists_in_lists_or_of_itself_is_read_as_far_as_a_dump_goes() -> None:
+    """A hundred bytes that are ten to the thirtieth values when they are written out; and a value that is in itself."""
+    many: Any = [1] * 10
+    for _ in range(29):
+        many = [many] * 10
+    for told in (
+        {"entries": many},
+        {"entries": [{"process_group": [many, many], "profiling_name": many, "record_id": many}]},
+        {"pg_config": {"0": {"desc": many, "ranks": many}}, "pg_status": {"0": {"last_enqueued_collective": many}}},
+    ):
+        found = recording(flight_recorder.loads(pickle.dumps(told)))
+        assert [group.ranks for group in found.groups] in ([], [""]) and len(found.pending) < 2
+    own: dict[str, Any] = {}
+    own["entries"] = [{"process_group": own, "profiling_name": own}]
+    assert recording(flight_recorder.loads(pickle.dumps(own))).pending[0].op == "unknown"
+
+
+_TUPLES = b")" + b"".join(b"q\x00h\x00\x86" for _ in range(200))  # ((..., ...), (..., ...)): 2**200 of them to hash
+
+
+@pytest.mark.parametrize(
+    "raw", [
+        b"\x80\x02}" + _TUPLES + b"K\x01s.", b"\x80\x02}(" + _TUPLES + b"K\x01u.", b"\x80\x02(" + _TUPLES + b"K\x01d.",
+        b"\x80\x04\x8f(" + _TUPLES + b"\x90.", b"\x80\x04(" + _TUPLES + b"\x91.", b"\x80\x02)(K\x01e.", b"\x80\x02NK\x01a.",
+        b"\x80\x02cposix\nsystem\nX\x01\x00\x00\x00a\x85R.", b"\x80\x02N}b.", b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x.",
+        b"\x80\x02" + b"]" * (16 << 20), b"\x80\x02X\xff\xff\xff\x7fa.",
+    ],
+)  # fmt: skip
+def test_a_pickle_that_asks_for_more_than_a_dump_needs_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadDump, match=r"^it is "):
+        flight_recorder.loads(raw)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_each_protocol_of_pickles_gives_what_json_gives(protocol: int) -> None:
+    told = dict(dumps(Layout(2, 2, 2), {5: ("stopped", 9)}, whole=True))[0]
+    told |= {
+        "entries": [{**entry, "frames": told["pg_config"]} for entry in told["entries"]],
+        "version": "2.9",
+        "sizes": (1, 2.5, None),
+    }
+    assert flight_recorder.loads(pickle.dumps(told, protocol)) == told
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"\x80\x04garbage", b"[" * 100_000, b"{}", b'{"entries": 5}', b'"text"', b"\xff\xfe\x00"]
 )

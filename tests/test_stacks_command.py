@@ -99,6 +99,55 @@ def test_a_bad_file_is_one_sentence_and_a_rank_without_a_stack(tmp_path: Path) -
     assert "rank_6.json: it is empty; rank 6 counts as one without a stack" in done.output
 
 
+def test_what_is_no_file_of_a_rank_is_said_and_is_evidence(tmp_path: Path) -> None:
+    written(tmp_path, dict.fromkeys(range(16), NORM))
+    for rank in range(3, 8):
+        (tmp_path / f"rank_{rank}.json").unlink()
+    (tmp_path / "rank_3.json").mkdir()
+    (tmp_path / "rank_4.json").symlink_to("gone")
+    (tmp_path / "rank_5.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "rank_6.json")
+    (tmp_path / "rank_-7.json").write_text("[]")
+    (tmp_path / "rank_٩.json").write_text("[]")
+    found = aggregated(tmp_path)
+    assert found["outliers"] == found["silent"] == [3, 4, 5, 6, 7]
+    unread = {entry["file"]: (entry["rank"], entry["why"]) for entry in found["unread"]}
+    assert {name: rank for name, (rank, _) in unread.items()} == {
+        "rank_3.json": 3, "rank_4.json": 4, "rank_5.json": 5, "rank_6.json": 6, "rank_-7.json": -1, "rank_٩.json": -1,
+    }  # fmt: skip
+    assert "it is no file" in unread["rank_6.json"][1] and "a link to nothing" in unread["rank_4.json"][1]
+    assert "rank 4: no stack: rank_4.json: it is a link to nothing" in found["stuck_at"]
+
+
+def test_names_of_any_bytes_and_half_characters_come_out_as_text(tmp_path: Path) -> None:
+    written(tmp_path, dict.fromkeys(range(4), NORM))
+    (tmp_path / os.fsdecode(b"rank_1\xff.json")).write_text("")
+    (tmp_path / "rank_2.json").write_text('[{"thread_name": "MainThread", "frames": [{"name": "\\ud800x"}]}]')
+    told = {"entries": [{"profiling_name": "nccl:\ud800", "process_group": ["\ud800", "\ud800"], "collective_seq_id": 1}]}
+    (tmp_path / "nccl_trace_rank_3").write_text(json.dumps(told))
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path), "--json"])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    found = json.loads(done.stdout_bytes.decode("utf-8"))
+    assert found["outliers"] == [2] and found["stuck_at"] == ["rank 2: ?x"]
+    assert [entry["file"] for entry in found["unread"]] == ["rank_1\ufffd.json"]
+
+
+@pytest.mark.parametrize("second", ["rank_01.json", "rank_1.json.gz", "rank_1 (copy).json", "old_rank_1.json"])
+def test_the_same_of_a_rank_twice_is_refused(tmp_path: Path, second: str) -> None:
+    """Of two runs, say: the rank would be made of both."""
+    written(tmp_path, dict.fromkeys(range(4), NORM))
+    raw = (tmp_path / "rank_1.json").read_bytes()
+    (tmp_path / second).write_bytes(gzip.compress(raw) if second.endswith("gz") else raw)
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path)])
+    assert "are both of rank 1: leave one of them" in str(done.exception)
+
+
+def test_where_nobody_can_be_told_from_the_others_that_is_not_fine(tmp_path: Path) -> None:
+    written(tmp_path, dict.fromkeys((0, 1, 2), NORM))
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path), "--world-size", "8"])
+    assert done.exit_code == 1 and "nobody can be told from the others" in done.output and "too many" in done.output
+
+
 def test_recordings_of_any_form_are_read(tmp_path: Path) -> None:
     forms = [
         lambda told: json.dumps(told).encode(),
@@ -143,14 +192,41 @@ def test_the_recorded_cases_are_read_as_they_are(name: str) -> None:
         (["--world-size", "2"], "there is a file of rank 3"),
         (["--ranks-per-node", "3"], "do not fill machines of 3"),
         (["--topology", "nowhere.yaml"], "there is no nowhere.yaml"),
+        (["--tp", "1000000", "--pp", "1000000", "--dp", "9"], "ranks are more than 1048576"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path: Path, options: list[str], said: str) -> None:
     folder = written(tmp_path / "r", dict.fromkeys(range(4), NORM))
-    if "--dp" in options:
+    if "--dp" in options and "--pp" not in options:
         options += ["--world-size", "4"]
     done = CliRunner().invoke(app, ["stacks", "aggregate", str(folder), *options])
     assert isinstance(done.exception, Refused) and said in str(done.exception) and "\n" not in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "is no table"),
+        ("tp: 0", "tp is '0', not a number from 1 to"),
+        ("tensor_parallel_size: -2", "tensor_parallel_size is '-2', not a number"),
+        ("tp: true", "not a number"),
+        ("tp: 2.5", "not a number"),
+        ("pp: 99999999999999999999", "not a number"),
+        ("tp: 3\ndp: 1", "there is a file of rank 3"),
+        ("tp: 2\nnodes: [a, b, c]", "4 ranks do not fill 3 nodes alike"),
+        ("rank_order: dp-tp-pp\ntp: 2", "neither tp-pp-dp nor tp-dp-pp"),
+        ("nodes: {gpu-1: {rack: a}}", "says none of tp, pp, dp"),
+        ("!!python/object/apply:os.system [a]", "neither YAML nor JSON"),
+        ("[" * 20_000, "neither YAML nor JSON"),
+        ("\xff", "neither YAML nor JSON"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    folder = written(tmp_path / "r", dict.fromkeys(range(4), NORM))
+    (tmp_path / "job.yaml").write_bytes(text.encode("latin-1"))
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(folder), "--topology", str(tmp_path / "job.yaml")])
+    assert isinstance(done.exception, Refused) and said in str(done.exception), done.exception
+    assert "\n" not in str(done.exception)
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ _ROWS_MAX = 64
 _COLUMNS_MAX = 24
 _MACHINES_MAX = 200_000
 _FILE_BYTES_MAX = 64 << 20
+#: What is no count and was hardly meant as a machine's name.
+_NUMBER = re.compile(r"[-+0-9.,_ ]*")
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +55,7 @@ def register(app: typer.Typer) -> None:
     @group.command("locate")
     def locate_(
         plan_file: Annotated[str, typer.Argument(metavar="PLAN", help="What `plan --json` printed, or - for standard input")],
-        results: Annotated[str, typer.Argument(help='{"horizontal": [3], "vertical": [1]}: the failing groups; or the replays of an outcome')],
+        results: Annotated[str, typer.Argument(help='{"horizontal": [3], "vertical": [1]}: the failing groups of each phase that was run; or the replays of an outcome')],
         json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Say which machine the failing groups point at. Exits with 1 unless every machine passed."""
@@ -78,6 +81,8 @@ def _machines(text: str) -> int | list[str]:
         if len(text) > 9 or not 0 < int(text) <= _MACHINES_MAX:
             raise Refused(f"--machines {text[:20]}: give 1 to {_MACHINES_MAX}")
         return int(text)
+    if _NUMBER.fullmatch(text):
+        raise Refused(f"--machines {text[:20]}: give 1 to {_MACHINES_MAX}")
     try:
         names = expand(text, _MACHINES_MAX)
     except BadHostlist as error:
@@ -114,6 +119,8 @@ def _groups(name: str) -> tuple[Groups, bool]:
     numbered = True
     read = []
     for phase in PHASES:
+        if not phases[phase] or not all(phases[phase]):
+            raise Refused(f"the plan {name}: there is no {phase} group, or nobody in one")
         for group in phases[phase]:
             if not isinstance(group, list) or not all(type(machine) in (int, str) for machine in group):
                 raise Refused(f"the plan {name}: a {phase} group is no list of machines")
@@ -121,13 +128,14 @@ def _groups(name: str) -> tuple[Groups, bool]:
         read.append(tuple(tuple(map(str, group)) for group in phases[phase]))
         names = [machine for group in read[-1] for machine in group]
         if len(set(names)) != len(names):
-            raise Refused(f"the plan {name}: a machine is in two {phase} groups")
+            raise Refused(f"the plan {name}: a machine is twice in its {phase} groups")
     return Groups(*read), numbered
 
 
 def _results(name: str, groups: Groups) -> list[ReplayResult]:
     value = _read(name, "the results")
     told: dict[tuple[ReplayPhase, int], bool | None] = {}
+    members: dict[tuple[ReplayPhase, int], Any] = {}
     if isinstance(value, dict) and "replays" in value:
         value = value["replays"]
     if isinstance(value, list):
@@ -140,20 +148,32 @@ def _results(name: str, groups: Groups) -> list[ReplayResult]:
                 raise Refused(
                     f'the results {name}: not {{"phase": …, "group": …, "failed": true, false or null}}: {str(entry)[:80]}'
                 )
-            told[entry["phase"], _number(entry.get("group"), name)] = entry.get("failed")
+            key = (entry["phase"], _number(entry.get("group"), name))
+            if key in told:
+                raise Refused(f"the results {name}: {key[0]} group {key[1]} is there twice")
+            told[key] = entry.get("failed")
+            if "nodes" in entry:
+                members[key] = entry["nodes"]
     elif isinstance(value, dict) and any(phase in value for phase in PHASES) and not set(value) - {*PHASES, "could_not_run"}:
         unheard = value.get("could_not_run", {})
         if not isinstance(unheard, dict) or set(unheard) - set(PHASES):
             raise Refused(f'the results {name}: "could_not_run" is no {{"horizontal": […], "vertical": […]}}')
         for phase in PHASES:
-            told.update({(phase, number): False for number in range(len(getattr(groups, phase)))})
-            told.update({(phase, number): True for number in _numbers(value.get(phase, []), name)})
-            told.update({(phase, number): None for number in _numbers(unheard.get(phase, []), name)})
+            failed, silent = _numbers(value.get(phase, []), name), _numbers(unheard.get(phase, []), name)
+            if both := set(failed) & set(silent):
+                raise Refused(f"the results {name}: {phase} group {min(both)} can't both have failed and not have run")
+            if phase in value or phase in unheard:  # a phase that is not spoken of has not been run yet
+                told.update({(phase, number): False for number in range(len(getattr(groups, phase)))})
+            told.update({(phase, number): True for number in failed})
+            told.update({(phase, number): None for number in silent})
     else:
         raise Refused(f'the results {name}: give {{"horizontal": [3], "vertical": [1]}}, the failing groups of each phase')
     for phase, number in told:
         if number >= (there := len(getattr(groups, phase))):
             raise Refused(f"the results {name}: there is no {phase} group {number}, the plan has 0 to {there - 1}")
+    for (phase, number), nodes in members.items():
+        if not isinstance(nodes, list) or set(map(str, nodes)) != set(getattr(groups, phase)[number]):
+            raise Refused(f"the results {name}: {phase} group {number} is of other machines than the plan's")
     return [
         ReplayResult(phase=phase, group=number, nodes=getattr(groups, phase)[number], failed=failed)
         for (phase, number), failed in told.items()

@@ -13,7 +13,7 @@ from actuators.stack_capture import TOGETHER_S
 from actuators.stack_capture import capture as capture_processes
 from events.finding import StackRound
 from events.job import RankOrder
-from events.rank_set import compact
+from events.rank_set import RANKS_MAX, compact
 from infra.cli.common import FINE, FOUND, HomeOption, JsonOption, Refused, clean, put, run, say, show_json
 from infra.home import Home
 from infra.local_ranks import LocalJob, jobs_here
@@ -38,15 +38,16 @@ def register(app: typer.Typer) -> None:
 def aggregate_(
     where: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with a file a rank, rank_N.json: a py-spy dump or a flight recorder's (JSON, pickle, gzip); or one file with all ranks' under `dumps`")],
     topology: Annotated[Path | None, typer.Option("--topology", help="YAML or JSON with tp, pp, dp, ranks_per_node and rank_order, instead of the options")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel size")] = None,
-    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel size [default: what the ranks leave]")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Ranks on a machine [default: tp]")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, max=RANKS_MAX, help="Tensor-parallel size")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, max=RANKS_MAX, help="Pipeline-parallel size")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, max=RANKS_MAX, help="Data-parallel size [default: what the ranks leave]")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", min=1, max=RANKS_MAX, help="Ranks on a machine [default: tp]")] = None,
     rank_order: Annotated[RankOrder | None, typer.Option("--rank-order", help="What of a rank's place counts fastest; tp-dp-pp is Megatron-LM's [default: tp-pp-dp]")] = None,
-    world_size: Annotated[int | None, typer.Option("--world-size", min=1, help="Ranks of the job [default: tp*pp*dp, or the highest rank there is]")] = None,
+    world_size: Annotated[int | None, typer.Option("--world-size", min=1, max=RANKS_MAX, help="Ranks of the job [default: tp*pp*dp, or the highest rank there is]")] = None,
     json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Group equal stacks, name the ranks that are out of line, and the smallest parallel group that covers them. Exits with 1 if there are any."""
+    """Group equal stacks, name the ranks that are out of line, and the smallest parallel group that covers them. Exits with 1 if there are any,
+    or if nobody can be told from the others."""
     try:
         found = read(where)
         told: dict[str, Any] = layout_of(topology) if topology is not None else {}
@@ -87,7 +88,7 @@ def capture(
         show_json({"job": chosen.name, **result.model_dump(mode="json")})
     else:
         _print(found, result, _group(found, result, None))
-    raise typer.Exit(FOUND if result.outliers else FINE)
+    raise typer.Exit(FINE if _fine(result) else FOUND)
 
 
 def _chosen(there: list[LocalJob], name: str) -> LocalJob:
@@ -118,7 +119,12 @@ def _show(found: Found, told: dict[str, Any], world_size: int | None, json: bool
         )  # fmt: skip
     else:
         _print(found, result, group)
-    raise typer.Exit(FOUND if result.outliers else FINE)
+    raise typer.Exit(FINE if _fine(result) else FOUND)
+
+
+def _fine(result: StackRound) -> bool:
+    """Most ranks are at one place or a few, and none apart. Where too many are for that, nothing is known, which is not fine."""
+    return not result.outliers and result.dominant > 0
 
 
 def _world(found: Found, told: dict[str, Any], world_size: int | None) -> tuple[int, Layout | None]:
@@ -131,6 +137,8 @@ def _world(found: Found, told: dict[str, Any], world_size: int | None) -> tuple[
     known = set(told) & {"tp", "pp", "dp", "ranks_per_node", "nodes"}
     placed = layout(told, world_size or highest + 1) if known else None
     world = world_size or (placed.world if placed else highest + 1)
+    if world > RANKS_MAX:
+        raise BadLayout(f"{world} ranks are more than {RANKS_MAX}")
     if placed is not None and placed.world != world:
         raise BadLayout(f"tp {placed.tp} times pp {placed.pp} times dp {placed.dp} make {placed.world} ranks, not {world}")
     if highest >= world:
@@ -161,7 +169,7 @@ def _print(found: Found, result: StackRound, group: dict[str, Any]) -> None:
     if result.outliers:
         put(f"outliers: ranks {compact(result.outliers)}" + (f" (silent: {compact(result.silent)})" if result.silent else ""))
     else:
-        put("no outliers")
+        put("no outliers" if _fine(result) else "nobody can be told from the others")
     for line in result.stuck_at:
         put(f"  {clean(line)}")
     if not result.outliers:
