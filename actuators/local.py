@@ -91,9 +91,8 @@ class Local:
             return Done("failed", f"{first}: {prepared.detail}"[:2000], (first,), again=not _refusal(prepared))
         if not prepared.restore and not intent.from_the_beginning:
             lost = f"no whole checkpoint lies below step {intent.restore_below_step}, and it is not started from the beginning"
-            return Done(
-                "failed", f"{lost}; put one where the job's checkpoints lie, and restart ({prepared.detail})"[:2000], (first,)
-            )
+            ways = "put one where the job's checkpoints lie and restart, or stop it and declare it with another folder for them"
+            return Done("failed", f"{lost}; {ways} ({prepared.detail})"[:2000], (first,))
         commands = {
             place.node: _command(
                 work,

@@ -75,6 +75,7 @@ class EvidenceJudged(Decided):
     step: int = -1
     seen_ns: int = 0
     bad_step: int = Field(default=-1, ge=-1)
+    metric: str = Field(default="", max_length=NAME_MAX)
     #: Of what both code and machines cause: what it is (processors.attribution).
     ambiguous: str = Field(default="", max_length=NAME_MAX)
     #: Of an exception that the code causes: its own words, and where.

@@ -42,14 +42,17 @@ class Signal(Fact):
     step: int = Field(default=-1, ge=-1)
     #: Of NaN, jumps and corruption: the first step that showed it. A restore goes back to before it.
     bad_step: int = Field(default=-1, ge=-1)
+    #: Of NaN: whose (`loss`, `grad_norm`); each clears by itself.
+    metric: str = Field(default="", max_length=NAME_MAX)
 
 
 class SignalCleared(Fact):
-    """What a signal claimed is over: a silent node is heard again, a stalled job moves."""
+    """What a signal claimed is over: a silent node is heard again, a stalled job moves. `metric`: of NaN, whose; empty: of all."""
 
     TYPE: ClassVar[str] = "keepstep.signal_cleared.v1"
     symptom: Symptom
     node: str = Field(default="", max_length=NAME_MAX)
+    metric: str = Field(default="", max_length=NAME_MAX)
     seen_ns: int = Field(ge=0)
     evidence: str = Field(default="", max_length=1024)
 

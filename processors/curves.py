@@ -21,6 +21,8 @@ from processors import policy
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.ranks import RANKS_MAX
 
+#: How events call what a script tells.
+METRIC = {"loss": "loss", "gradient norm": "grad_norm"}
 #: Ranks that are named as the first to have shown a value that is no number.
 NAMED_MAX = 8
 
@@ -241,10 +243,10 @@ def _number(
             return bad
         if bad.told:
             said = f"the {what} is a number again at step {step}"
-            claims.append(_cleared(seen, "nan_value", said))
+            claims.append(_cleared(seen, "nan_value", said, METRIC[what]))
         else:
             text = f"{_not_a_number(bad, what)}; at step {step} it is one again"
-            claims.append(_nan(seen, bad, "low", "not_a_number_once", text))
+            claims.append(_nan(seen, bad, "low", "not_a_number_once", text, what))
         return None
     if bad is None:
         bad = NotANumber(step, seen.event.id, step, seen.node, (rank,))
@@ -255,7 +257,7 @@ def _number(
     elif step == bad.bad_step and rank not in bad.ranks and len(bad.ranks) < NAMED_MAX:
         bad = bad._replace(ranks=(*bad.ranks, rank))
     if not bad.told and bad.last_step - bad.bad_step + 1 >= lasts:
-        claims.append(_nan(seen, bad, "high", "not_a_number", f"{_not_a_number(bad, what)}, and it lasts"))
+        claims.append(_nan(seen, bad, "high", "not_a_number", f"{_not_a_number(bad, what)}, and it lasts", what))
         bad = bad._replace(told=True)
     return bad
 
@@ -267,13 +269,13 @@ def _not_a_number(bad: NotANumber, what: str) -> str:
     return f"no finite {what} from step {bad.bad_step}{lasted}, first of rank {some}{place}"
 
 
-def _nan(seen: Seen, bad: NotANumber, confidence: Confidence, rule: str, text: str) -> Claim:
+def _nan(seen: Seen, bad: NotANumber, confidence: Confidence, rule: str, text: str, what: str) -> Claim:
     """The node is named only where the others are known to have had a number at the first bad step."""
     alone = len(bad.ranks) == 1
     signal = Signal(
         symptom="nan_value", node=bad.node if alone and bad.elsewhere else "", rank=bad.ranks[0] if alone else -1,
         confidence=confidence, rule=rule, evidence=quote(text), seen_ns=seen.seen_ns, step=bad.last_step, bad_step=bad.bad_step,
-        count=bad.last_step - bad.bad_step + 1,
+        count=bad.last_step - bad.bad_step + 1, metric=METRIC[what],
     )  # fmt: skip
     return Claim(seen.job, seen.event.attempt, signal, tuple(dict.fromkeys((bad.cause, seen.event.id))))
 
@@ -286,7 +288,8 @@ def _exit(state: CurvesState, seen: Seen, claims: list[Claim]) -> CurvesState:
     bad = state.nan_loss
     if bad is None or bad.told:
         return state
-    claims.append(_nan(seen, bad, "high", "not_a_number_exit", f"{_not_a_number(bad, 'loss')}, and a rank failed after it"))
+    text = f"{_not_a_number(bad, 'loss')}, and a rank failed after it"
+    claims.append(_nan(seen, bad, "high", "not_a_number_exit", text, "loss"))
     return state._replace(nan_loss=bad._replace(told=True))
 
 
@@ -296,10 +299,10 @@ def _over(state: CurvesState, seen: Seen, rules: policy.Curves, claims: list[Cla
         state = _jump_over(state, seen, rules, state.jump, claims, why)
     for bad, what in ((state.nan_loss, "loss"), (state.nan_norm, "gradient norm")):
         if bad is not None and not bad.told:
-            claim = _nan(seen, bad, "low", "not_a_number_once", f"{_not_a_number(bad, what)}; then {why}")
+            claim = _nan(seen, bad, "low", "not_a_number_once", f"{_not_a_number(bad, what)}; then {why}", what)
             claims.append(Claim(state.job, state.attempt, claim.fact, claim.causes))
         elif bad is not None:
-            _clear(claims, state, seen, "nan_value", why)
+            _clear(claims, state, seen, "nan_value", why, METRIC[what])
     return state._replace(nan_loss=None, nan_norm=None)
 
 
@@ -314,12 +317,12 @@ def _claim(
     claims.append(Claim(state.job, state.attempt, signal, tuple(dict.fromkeys((cause, seen.event.id)))))
 
 
-def _clear(claims: list[Claim], state: CurvesState, seen: Seen, symptom: Symptom, text: str) -> CurvesState:
-    claim = _cleared(seen, symptom, text)
+def _clear(claims: list[Claim], state: CurvesState, seen: Seen, symptom: Symptom, text: str, metric: str = "") -> CurvesState:
+    claim = _cleared(seen, symptom, text, metric)
     claims.append(Claim(state.job, state.attempt, claim.fact, claim.causes))
     return state
 
 
-def _cleared(seen: Seen, symptom: Symptom, text: str) -> Claim:
-    fact = SignalCleared(symptom=symptom, seen_ns=seen.seen_ns, evidence=quote(text))
+def _cleared(seen: Seen, symptom: Symptom, text: str, metric: str = "") -> Claim:
+    fact = SignalCleared(symptom=symptom, metric=metric, seen_ns=seen.seen_ns, evidence=quote(text))
     return Claim(seen.job, seen.event.attempt, fact, (seen.event.id,))

@@ -33,6 +33,7 @@ from processors.state import (
     Job,
     Lapse,
     Plan,
+    Poison,
     Told,
     Trouble,
     counted,
@@ -57,7 +58,9 @@ def _opened(fleet: Fleet, event: Told, data: IncidentOpened) -> Fleet:
     incident = Incident(data.incident, data.epoch, data.symptom, event.time, data.first_evidence_ns, data.attempt, data.step)
     if job.lapse is not None and relapsed(fleet, job.lapse, data.step, event.time):
         lapse = job.lapse
-        incident = incident._replace(last=lapse.last, reattempts=lapse.reattempts, recoveries=lapse.recoveries)
+        incident = incident._replace(
+            last=lapse.last, reattempts=lapse.reattempts, recoveries=lapse.recoveries, relapse_of=lapse.step
+        )
     incident = incident._replace(troubled=counted({}, (job.by_node[node] for node in job.silent if node in job.by_node)))
     return fleet.put(job._replace(incident=incident, epoch=data.epoch))
 
@@ -95,6 +98,8 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
         fleet = fleet.put(job)
     if data.verdict == "recorded" and data.symptom in AILING and data.node in job.by_node:
         fleet = fleet.put(job := job._replace(ailing={**job.ailing, data.node: trouble}))
+    if data.symptom in METRICS and data.confidence == "high" and data.verdict in ("attached", "ended_attempt", "recorded"):
+        fleet = fleet.put(job := _poisoned(job, data))
     incident = job.incident
     if data.verdict != "attached" or incident is None:
         return fleet
@@ -113,12 +118,26 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
         changes |= {"code": data.quote, "cause": incident.cause or data.symptom}  # it decides where the ladder goes on
     elif data.symptom in METRICS:  # what is not to be restored counts even where the attempt's end is decided already
         bad = min(step for step in (data.bad_step, incident.bad_step, max(data.step, 0)) if step >= 0)
-        changes |= {"crashed": True, "bad_step": bad, "metric": incident.metric or not _answered_attempt(job, data.attempt)}
-        from_ = min(bad, job.poisoned[0]) if job.poisoned else bad  # of what stands already, no attempt got beyond
-        job = job._replace(poisoned=(from_, max(data.step, job.last_step, bad), job.attempt))
+        changes |= {"crashed": True, "bad_step": bad}
+        if not _answered_attempt(job, data.attempt):
+            changes["metric"] = incident.metric | {(data.symptom, data.metric)}
     elif data.symptom == "mfu_decline" and not _answered_attempt(job, data.attempt):
         changes |= {"slow": True, "crashed": True}
     return fleet.put(with_incident(job, **changes))
+
+
+def _poisoned(job: Job, data: EvidenceJudged) -> Job:
+    """What is not to be restored counts even where the attempt's end is decided already, or the next one runs."""
+    attempt = data.attempt if data.verdict != "attached" and data.attempt else job.attempt
+    if attempt > job.attempt:
+        return job
+    bad = min((step for step in (data.bad_step, data.step) if step >= 0), default=0)
+    of, old = frozenset({(data.symptom, data.metric)}), job.poisoned
+    last = max(data.step, job.last_step, bad)
+    if old is None:
+        return job._replace(poisoned=Poison(bad, last, attempt, of))
+    # Of what stands already, no attempt got beyond.
+    return job._replace(poisoned=Poison(min(bad, old.first), max(last, old.last), max(attempt, old.attempt), of | old.of))
 
 
 def _answered_attempt(job: Job, attempt: int) -> bool:
@@ -199,7 +218,15 @@ def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, 
         return changes | {"blocked": "held"}
     if data.vetoed == "no_standby" and fleet.policy.decider.no_standby == "hold":
         return changes | {"blocked": "no_standby"}
-    settled = {"crash": False, "root": False, "stall": False, "metric": False, "slow": False, "code": "", "going_on": ""}
+    settled: dict[str, Any] = {
+        "crash": False,
+        "root": False,
+        "stall": False,
+        "metric": frozenset(),
+        "slow": False,
+        "code": "",
+        "going_on": "",
+    }
     if data.rung == "hand_over":
         return changes | settled | {"rung": "hand_over", "blocked": "handed_over"}
     if data.vetoed:
@@ -262,8 +289,10 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
     if data.verb == "examine":
         job = job._replace(examined={**job.examined, data.key: (data.node, data.incident, data.text, max(1, data.world_size))})
     elif plan is not None and plan.decision == data.decision and data.verb != "notify":
-        stage = STAGES.get(data.verb, "stopping")
-        job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: data.verb}, stage=stage))
+        earlier = plan.stage if plan.stage in ("starting", "confirming") else "stopping"  # an eviction that is issued anew
+        stage, step = STAGES.get(data.verb, earlier), (data.verb, data.node)
+        refused = tuple(one for one in plan.refused if one != step)
+        job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: step}, stage=stage, refused=refused))
     if data.verb == "evict_node":
         if data.node not in job.evicted:
             place = next((p for p in (*job.places, *job.standbys) if p.node == data.node), Place(node=data.node))
@@ -290,13 +319,13 @@ def _started(job: Job, data: IntentIssued) -> Job:
     places = tuple(job.by_node.get(p.node) or spares.get(p.node) or Place(node=p.node) for p in data.places)
     used = {place.node for place in places}
     standbys = tuple(place for place in job.standbys if place.node not in used and place.node not in job.evicted)
-    job = job._replace(standbys=standbys, attempt=data.attempt, ended=False, ranks=data.places)
+    job = job._replace(standbys=standbys, attempt=data.attempt, ended=False, ranks=data.places, last_restored=-1)
     if (
         data.restore_below_step >= 0
     ):  # what was passed over is not restored later either, until this attempt or another is beyond it
-        old = job.poisoned or (data.restore_below_step, -1, 0)
-        reached = max(old[1], job.last_step, job.incident.step if job.incident else -1)
-        job = job._replace(poisoned=(min(old[0], data.restore_below_step), reached, data.attempt - 1))
+        old = job.poisoned or Poison(data.restore_below_step, -1, 0)
+        reached = max(old.last, job.last_step, job.incident.step if job.incident else -1)
+        job = job._replace(poisoned=Poison(min(old.first, data.restore_below_step), reached, data.attempt - 1, old.of))
     if data.revision:
         job = _runs(job, data.revision)
     job = job if places == job.places else job.at(places)
@@ -321,8 +350,8 @@ def _attempt_ended(fleet: Fleet, event: Told, data: AttemptEnded) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None or data.attempt != job.attempt:
         return fleet
-    if job.poisoned is not None and job.poisoned[2] == data.attempt:
-        job = job._replace(poisoned=(job.poisoned[0], max(job.poisoned[1], job.last_step), data.attempt))
+    if job.poisoned is not None and job.poisoned.attempt == data.attempt:
+        job = job._replace(poisoned=job.poisoned._replace(last=max(job.poisoned.last, job.last_step)))
     return fleet.put(job._replace(ended=True, plan=None if data.reason == "finished" else job.plan))
 
 
@@ -330,9 +359,9 @@ def _closed(fleet: Fleet, event: Told, data: IncidentClosed) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
         return fleet
-    old, lapse = job.incident, None
+    old, lapse = job.incident, job.lapse  # one that went by itself, or that a person ended, says nothing of the one before
     if data.outcome == "recovered" and old is not None:
-        step = max(old.bad_step, old.step)
+        step = max(old.bad_step, old.step, old.relapse_of)
         lapse = Lapse(old.last, old.reattempts, old.recoveries, step, event.time)
     return fleet.put(job._replace(incident=None, lapse=lapse, plan=None if job.plan and job.plan.incident else job.plan))
 

@@ -120,7 +120,7 @@ def stays(fleet: Fleet, job: Job, node: str) -> bool:
 
 def restore_below(job: Job) -> int:
     """The step below which a checkpoint must be, so that none of what was computed wrongly is restored; -1: any."""
-    return job.poisoned[0] if job.poisoned else -1
+    return job.poisoned.first if job.poisoned else -1
 
 
 #: Modes, the most careful first.
@@ -235,7 +235,10 @@ def still_right(fleet: Fleet, job: Job, plan: Plan) -> str:
 
 def intent(fleet: Fleet, job: Job, made: DecisionMade | Plan, base: Base, **what: Any) -> IntentIssued:
     """What an actuator is told; its key is the same however often the same step is derived."""
-    key = derived_id("intent", job.name, made.decision, f"{what['verb']}/{what.get('node', '')}", made.epoch)
+    step = f"{what['verb']}/{what.get('node', '')}"
+    if isinstance(made, Plan) and made.refusals:
+        step = f"{step}/{made.refusals}"  # it was refused without a try, and is another one
+    key = derived_id("intent", job.name, made.decision, step, made.epoch)
     expires = fleet.now_ns + int(fleet.policy.decider.action_deadline_s * NS)
     return IntentIssued(
         key=key,

@@ -18,7 +18,7 @@ from events.job import Mode
 from processors import diagnosis, group_test, parallel_groups
 from processors.decisions import Base, cut, decision, intent, restore_below
 from processors.ladder import EXAMINATIONS, Situation
-from processors.state import Fleet, Job, Plan, with_incident
+from processors.state import REFUSED, Fleet, Job, Plan, with_incident
 
 SLOW, METRIC = Situation.SLOW.name.lower(), Situation.METRIC.name.lower()
 
@@ -162,6 +162,8 @@ def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list
     """What an examination of an evicted machine comes to."""
     of = job.examined.get(outcome.key)
     if of is None:
+        return []
+    if outcome.result in REFUSED:  # it is to be examined still
         return []
     node, incident, rule, machines = of
     verdict: Verdict = "unproven"

@@ -3,6 +3,7 @@ Here the inputs: what operators, detectors, actuators and timers say. What the d
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,9 +25,22 @@ from events.job import (
 )
 from processors import policy as policies
 from processors.decided import DECIDED, acting
-from processors.examinations import concluded
+from processors.examinations import METRIC, concluded
 from processors.ladder import EXAMINED_BY
-from processors.state import AILING, METRICS, NAMING, Eviction, Fleet, Incident, Job, Plan, Told, Trouble, with_incident
+from processors.state import (
+    AILING,
+    METRICS,
+    NAMING,
+    REFUSED,
+    Eviction,
+    Fleet,
+    Incident,
+    Job,
+    Plan,
+    Told,
+    Trouble,
+    with_incident,
+)
 
 __all__ = ["NAMING", "Eviction", "Fleet", "Incident", "Job", "Plan", "Trouble", "evolve", "refusal"]
 
@@ -99,12 +113,44 @@ def _declared(fleet: Fleet, event: Told, data: JobDeclared) -> Fleet:
     job = Job(declared=data, places=(), standbys=data.standbys).at(data.nodes)
     known = fleet.jobs.get(data.job)
     if known is not None:
-        # A run of the same name after its end: numbers go on, so that nothing of the old one can be taken for the new.
-        job = job._replace(attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal)
-        job = job._replace(revisions=known.revisions, stable=known.stable)
+        job = _again(known, job)
     if data.code_revision:
         job = job._replace(next_revision=data.code_revision)
     return fleet.with_machines(data.job, (*data.nodes, *data.standbys)).put(job)
+
+
+#: So many folders of checkpoints of one job are remembered.
+FOLDERS_MAX = 8
+
+
+def checkpoints_of(declared: JobDeclared) -> str:
+    """The folder of the job's checkpoints; empty: none is declared."""
+    return posixpath.normpath(posixpath.join(declared.directory, declared.checkpoints)) if declared.checkpoints else ""
+
+
+def _again(known: Job, job: Job) -> Job:
+    """A run of the same name after its end. Numbers go on, so that nothing of the old one can be taken for the new; and what is true of
+    checkpoints, code and machines stays true. What of a folder's checkpoints is not to be restored is so whatever the code and the
+    size; another folder has its own, and its own steps. What a person or the ladder was about to do is over."""
+    old, new = checkpoints_of(known.declared), checkpoints_of(job.declared)
+    before = {folder: poison for folder, poison in known.poisoned_before.items() if folder not in (old, new)}
+    poisoned, revisions = known.poisoned_before.get(new), dict.fromkeys(known.revisions, -1)
+    if old == new:
+        poisoned, revisions = known.poisoned if new else None, dict(known.revisions)
+    elif known.poisoned and old:
+        before = dict([*before.items(), (old, known.poisoned)][-FOLDERS_MAX:])
+    nodes = {place.node for place in (*job.places, *job.standbys)}
+    looked_at = {*known.unexamined, *(of[0] for of in known.examined.values())} - nodes
+    return job._replace(
+        attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal, revisions=revisions, stable=known.stable,
+        poisoned=poisoned, poisoned_before=before,
+        kept={node: until for node, until in known.kept.items() if node in nodes},
+        unfit={node: why for node, why in {**known.unfit, **dict.fromkeys(known.silent, "node_silent")}.items() if node in nodes},
+        silent={node: trouble for node, trouble in known.silent.items() if node in job.by_node},
+        evicted={node: at for node, at in known.evicted.items() if node in looked_at}, out=known.out & looked_at,
+        unexamined={node: of for node, of in known.unexamined.items() if node in looked_at},
+        examined={key: of for key, of in known.examined.items() if of[0] in looked_at},
+    )  # fmt: skip
 
 
 def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
@@ -200,14 +246,35 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
             job = job._replace(plan=None)
         job = with_incident(job, slow=False)
     elif data.symptom in METRICS and event.attempt == job.attempt:
-        job = with_incident(job, metric=False)
-        if job.poisoned is not None and job.poisoned[2] == job.attempt and not job.ended:
-            # The run got over it by itself; once as many steps bear that out as prove a revision, its checkpoints are good again.
-            beyond = max(job.poisoned[1], job.last_step) + fleet.policy.decider.stable_steps
-            job = job._replace(poisoned=(job.poisoned[0], beyond, job.attempt - 1))
+        job = _metric_over(fleet, job, data)
     elif data.symptom in AILING and data.node in job.ailing:
         job = job._replace(ailing={key: value for key, value in job.ailing.items() if key != data.node})
     return fleet.put(job)
+
+
+def _metric_over(fleet: Fleet, job: Job, data: SignalCleared) -> Job:
+    """The run got over it by itself. Once all that showed it is over, and as many steps bear that out as prove a revision, its checkpoints
+    are good again."""
+    over = {key for key in (*_metrics(job), *(job.poisoned.of if job.poisoned else ())) if _is(key, data)}
+    if job.incident:
+        job = with_incident(job, metric=job.incident.metric - over)
+    poison = job.poisoned
+    if poison is None or poison.attempt != job.attempt or job.ended or not poison.of & over:
+        return job
+    poison = poison._replace(of=poison.of - over)
+    if not poison.of:
+        if job.plan and job.plan.stage == "awaiting" and job.plan.situation == METRIC:
+            job = job._replace(plan=None)  # what waits for a yes is not wanted any more
+        poison = poison._replace(last=max(poison.last, job.last_step) + fleet.policy.decider.stable_steps)
+    return job._replace(poisoned=poison)
+
+
+def _metrics(job: Job) -> frozenset[tuple[str, str]]:
+    return job.incident.metric if job.incident else frozenset()
+
+
+def _is(key: tuple[str, str], data: SignalCleared) -> bool:
+    return key[0] == data.symptom and data.metric in ("", key[1])
 
 
 #: What is said of the job as a whole, on whatever node it was seen.
@@ -221,10 +288,12 @@ def _progress(fleet: Fleet, event: Told, data: ProgressNoted) -> Fleet:
     job = job._replace(
         last_progress_ns=max(job.last_progress_ns, data.seen_ns),
         last_step=data.step,
-        last_restored=data.restored_step,
+        last_restored=data.restored_step if data.restored_step >= 0 else job.last_restored,
         confirmed=job.attempt if data.first else job.confirmed,
     )
-    if job.poisoned is not None and event.attempt > job.poisoned[2] and data.step > job.poisoned[1]:
+    poison = job.poisoned
+    past = poison is not None and (event.attempt > poison.attempt or not poison.of) and data.step > poison.last
+    if past and not job.stands_on_poison:
         job = job._replace(poisoned=None)
     if job.revisions.get(job.revision, 0) < 0:
         job = job._replace(revisions={**job.revisions, job.revision: max(data.restored_step, 0)})
@@ -246,6 +315,18 @@ def _finished(fleet: Fleet, event: Told, data: JobFinished) -> Fleet:
     return fleet.put(job._replace(wanted="finished", last_step=max(data.step, job.last_step)))
 
 
+#: So often the steps of a plan are issued anew.
+REFUSALS_MAX = 4
+
+
+def _refused(plan: Plan, key: str) -> Plan:
+    """The plan with this step to be issued anew, and its time given anew. A start of which some nodes may have heard is stopped first."""
+    verb, node = plan.pending[key]
+    pending = {other: step for other, step in plan.pending.items() if other != key}
+    again, stage = ((verb, node), plan.stage) if verb != "start_attempt" else (("stop_attempt", ""), "stopping")
+    return plan._replace(pending=pending, stage=stage, refused=(*plan.refused, again), refusals=plan.refusals + 1, deadline="")
+
+
 def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     job = fleet.jobs.get(data.job)
     if job is None:
@@ -254,12 +335,18 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
         node = job.evicting[data.key]
         evicting = {key: value for key, value in job.evicting.items() if key != data.key}
         job = job._replace(evicting=evicting, out=job.out | {node} if data.result == "done" else job.out)
+    if data.key in job.examined and data.result in REFUSED:
+        node, incident, rule, machines = job.examined[data.key]
+        examined = {key: one for key, one in job.examined.items() if key != data.key}
+        job = job._replace(examined=examined, unexamined={**job.unexamined, node: (incident, rule, machines)})
     plan = job.plan
     if plan is None or data.key not in plan.pending:
         return fleet.put(job)
+    if data.result in REFUSED and plan.refusals < REFUSALS_MAX:
+        return fleet.put(job._replace(plan=_refused(plan, data.key)))
     if data.verb in EXAMINED_BY:
         return fleet.put(concluded(fleet, job, plan, data))
-    plan = plan._replace(pending={key: verb for key, verb in plan.pending.items() if key != data.key})
+    plan = plan._replace(pending={key: step for key, step in plan.pending.items() if key != data.key})
     bad = data.result != "done"
     if data.verb == "stop_attempt" and bad and data.nodes:  # machines that are taken out need not have answered
         bad = any(node not in job.evicted for node in data.nodes)
@@ -269,7 +356,7 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     if bad and data.verb in ("stop_attempt", "start_attempt"):
         plan = plan._replace(failed=plan.failed or f"{data.verb} {data.result}: {data.detail}"[:1000])
     elif data.verb == "start_attempt":
-        plan = plan._replace(stage="confirming")
+        plan, job = plan._replace(stage="confirming"), job._replace(last_restored=max(data.restored_step, job.last_restored))
         if job.revisions.get(job.revision, 0) < 0 <= data.restored_step:  # what a rollback must go back behind
             job = job._replace(revisions={**job.revisions, job.revision: data.restored_step})
     elif data.verb == "stop_attempt" and plan.stop_only:

@@ -8,7 +8,7 @@ from events.clock import NS
 from events.decision import EvidenceJudged, IncidentOpened
 from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
-from events.incident import Signal, SignalCleared
+from events.incident import Signal, SignalCleared, Symptom
 from processors import attribution
 from processors.state import AILING, HUNG, METRICS, NAMING, Fleet, Job
 
@@ -36,18 +36,7 @@ def judge(fleet: Fleet, job: Job | None, event: AnyEvent, base: dict[str, Any]) 
     incident = job.incident.id if job and job.incident else ""
     if verdict == "attached" and job is not None and job.incident is None:
         incident = derived_id("incident", job.name, event.id, "incident", job.epoch + 1)
-        facts.append(
-            IncidentOpened(
-                incident=incident,
-                job=job.name,
-                epoch=job.epoch + 1,
-                attempt=job.attempt,
-                symptom=signal.symptom,
-                first_evidence_ns=signal.seen_ns,
-                step=max(signal.step, job.last_step),
-                **base,
-            )
-        )
+        facts.append(_opening(job, incident, signal.symptom, signal.seen_ns, max(signal.step, job.last_step), base))
     facts.append(
         _judged(
             incident=incident if verdict in ("attached", "sympathetic") else "",
@@ -63,11 +52,41 @@ def judge(fleet: Fleet, job: Job | None, event: AnyEvent, base: dict[str, Any]) 
             step=signal.step,
             seen_ns=signal.seen_ns,
             bad_step=signal.bad_step,
+            metric=signal.metric,
             ambiguous=ambiguous(signal),
             quote=signal.evidence if signal.symptom == "user_code_error" else "",
             **base,
         )
     )
+    return facts
+
+
+def _opening(job: Job, incident: str, symptom: Symptom, seen_ns: int, step: int, base: dict[str, Any]) -> IncidentOpened:
+    return IncidentOpened(
+        incident=incident, job=job.name, epoch=job.epoch + 1, attempt=job.attempt, symptom=symptom, first_evidence_ns=seen_ns,
+        step=step, **base,
+    )  # fmt: skip
+
+
+def restored_wrongly(fleet: Fleet, job: Job, base: dict[str, Any]) -> list[Fact]:
+    """The attempt that runs stands on steps of which it was learnt after its start that they were computed wrongly: so is what it
+    computes."""
+    poison = job.poisoned
+    if poison is None or not job.stands_on_poison:
+        return []
+    key = derived_id("incident", job.name, f"restored-{job.attempt}", "incident", job.epoch + 1)
+    symptom: Symptom = "loss_spike" if poison.of and all(of == "loss_spike" for of, _ in poison.of) else "nan_value"
+    facts: list[Fact] = []
+    if job.incident is None:
+        facts.append(_opening(job, key, symptom, fleet.now_ns, job.last_step, base))
+    facts.append(
+        EvidenceJudged(
+            incident=job.incident.id if job.incident else key, job=job.name, signal=key, verdict="attached",
+            because=f"attempt {job.attempt} restored step {job.last_restored}, and from step {poison.first} on was computed wrongly",
+            symptom=symptom, confidence="high", attempt=job.attempt, step=job.last_step, seen_ns=fleet.now_ns,
+            bad_step=poison.first, **base,
+        )
+    )  # fmt: skip
     return facts
 
 
@@ -108,7 +127,7 @@ def _verdict(fleet: Fleet, job: Job | None, event: AnyEvent, signal: Signal) -> 
     age_s = max(0, event.time - signal.seen_ns) / NS
     if age_s > fleet.policy.decider.evidence_age_max_s:
         return "stale", f"seen {age_s:.1f} s before it arrived: too old to open anything"
-    if signal.node:
+    if signal.node and signal.symptom not in METRICS:  # whose numbers were wrong first is no matter of who runs now
         in_places = signal.node in job.by_node
         if not in_places and signal.node in job.evicted:
             return "evicted_node", "the node is evicted already"
@@ -135,7 +154,9 @@ def _verdict(fleet: Fleet, job: Job | None, event: AnyEvent, signal: Signal) -> 
     first = job.incident.attempt if job.incident else job.attempt
     about_node = naming or signal.symptom == "node_silent"
     if event.attempt and event.attempt < (first if about_node else job.attempt):
-        return "ended_attempt", f"it belongs to attempt {event.attempt}, and attempt {job.attempt} is current"
+        because = f"it belongs to attempt {event.attempt}, and attempt {job.attempt} is current"
+        wrong = "; what it computed wrongly is not restored" if signal.symptom in METRICS else ""
+        return "ended_attempt", because + wrong
     if job.ended and (job.incident is None or job.plan is None) and not about_node:
         return "ended_attempt", f"attempt {job.attempt} is over"
     return "attached", ""

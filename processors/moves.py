@@ -25,6 +25,7 @@ from processors.decisions import (
     with_ailing,
 )
 from processors.examinations import examine
+from processors.judge import restored_wrongly
 from processors.ladder import Situation, rule_of
 from processors.overrides import overridden
 from processors.remedies import answer, go_on, looks_first
@@ -320,6 +321,7 @@ def _nothing_left(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 RULES: tuple[Rule, ...] = (
     _finished,
     _requested,
+    restored_wrongly,
     _name_shared_causes,
     _evict,
     _page_for_shared_cause,

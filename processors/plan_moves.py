@@ -22,6 +22,8 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return _planned_failed(fleet, job, plan, base)
     if plan.stage == "decided":
         return _begin(fleet, job, plan, base)
+    if plan.refused:
+        return _again(fleet, job, plan, base)
     if plan.stage in UNDER_WAY and not plan.deadline:  # it passed while a hold stood
         return [_deadline(fleet, job, plan, base)]
     if plan.stage == "stopping" and not plan.stop_only and _may_start(job, plan):
@@ -32,7 +34,7 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 def _may_start(job: Job, plan: Plan) -> bool:
     """All is stopped and the standbys are awake. An eviction that still goes on is of a machine that takes no part any more. Not
     while it is being settled whether silent machines have one cause: a start would count on them."""
-    if any(verb != "evict_node" for verb in plan.pending.values()):
+    if any(verb != "evict_node" for verb, _ in plan.pending.values()):
         return False
     return not (plan.incident and job.incident and job.incident.waits_for("shared_window"))
 
@@ -44,21 +46,47 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     facts.append(_deadline(fleet, job, plan, base))
     if not plan.ends_attempt:
         return [*facts, look(fleet, job, plan, base)]
-    # A machine that goes and is not heard anyway is not waited for: its eviction fences it.
-    lost = {node for node in plan.nodes if node in job.silent or node in job.out}
-    nodes = tuple(place.node for place in job.places if place.node not in lost)
-    if job.attempt > 0 and nodes and (job.stopped != job.attempt or plan.stop_only):
-        facts.append(
-            intent(fleet, job, plan, base, verb="stop_attempt", nodes=nodes, attempt=job.attempt, graceful=plan.graceful)
-        )
-    for node in plan.nodes:
-        if node not in job.out:
-            facts.append(intent(fleet, job, plan, base, verb="evict_node", node=node, attempt=job.attempt))
-    for node in plan.standbys:
-        code = revision_of(job, plan)
-        facts.append(intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt, revision=code))
+    if job.attempt > 0 and (job.stopped != job.attempt or plan.stop_only):
+        facts += _stop(fleet, job, plan, base)
+    facts += [_evict(fleet, job, plan, base, node) for node in plan.nodes if node not in job.out]
+    facts += [_wake(fleet, job, plan, base, node) for node in plan.standbys]
     if not any(isinstance(fact, IntentIssued) for fact in facts) and not plan.stop_only:
         facts.append(look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base))
+    return facts
+
+
+def _stop(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
+    """A machine that goes and is not heard anyway is not waited for: its eviction fences it. Empty: there is no other."""
+    lost = {node for node in plan.nodes if node in job.silent or node in job.out}
+    nodes = tuple(place.node for place in job.places if place.node not in lost)
+    if not nodes:
+        return []
+    return [intent(fleet, job, plan, base, verb="stop_attempt", nodes=nodes, attempt=job.attempt, graceful=plan.graceful)]
+
+
+def _evict(fleet: Fleet, job: Job, plan: Plan, base: Base, node: str) -> IntentIssued:
+    return intent(fleet, job, plan, base, verb="evict_node", node=node, attempt=job.attempt)
+
+
+def _wake(fleet: Fleet, job: Job, plan: Plan, base: Base, node: str) -> IntentIssued:
+    code = revision_of(job, plan)
+    return intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt, revision=code)
+
+
+def _again(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
+    """What actuators refused without a try is issued anew; what was done is not done twice."""
+    facts: list[Fact] = []
+    for verb, node in plan.refused:
+        if verb == "stop_attempt":
+            if not job.ended:  # a start was refused: it may have been begun
+                facts.append(AttemptEnded(job=job.name, attempt=job.attempt, reason="stopped", **base))
+            facts += _stop(fleet, job, plan, base) or [_start(fleet, job, plan, base)]
+        elif verb == "evict_node":
+            facts.append(_evict(fleet, job, plan, base, node))
+        elif verb == "wake_standby":
+            facts.append(_wake(fleet, job, plan, base, node))
+        else:
+            facts.append(look(fleet, job, plan, base))
     return facts
 
 
@@ -97,10 +125,11 @@ def _start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
         for i, (node, old) in enumerate(zip(nodes, before, strict=True))
     )
     below = min((step for step in (plan.restore_below_step, restore_below(job)) if step >= 0), default=-1)
+    most = fleet.policy.decider.from_the_beginning_steps_max
     return intent(
         fleet, job, plan, base, verb="start_attempt", attempt=job.attempt + 1, places=places,
         nodes=tuple(nodes), world_size=per_node * len(places), revision=revision_of(job, plan),
-        restore_below_step=below, from_the_beginning=below <= fleet.policy.decider.from_the_beginning_steps_max,
+        restore_below_step=below, from_the_beginning=below <= most or not job.declared.checkpoints,
     )  # fmt: skip
 
 

@@ -36,6 +36,10 @@ HUNG = "gpu_driver_hang"
 METRICS = frozenset({"nan_value", "loss_spike"})
 
 
+#: Results of what was not tried: a hold stood, or it was read too late. That is no failure of what was decided.
+REFUSED = ("refused_held", "refused_expired")
+
+
 class Told(Protocol):
     """What the fold reads of an event: a whole one, or a fact that is being said."""
 
@@ -80,6 +84,16 @@ class Trouble(NamedTuple):
     learnt_ns: int
 
 
+class Poison(NamedTuple):
+    """Steps that were computed wrongly, `first` to `last`, in `attempt` or before it: no checkpoint of them is restored until a later
+    attempt is past them, or this one after all that showed it (`of`: symptom and metric) went away."""
+
+    first: int
+    last: int
+    attempt: int
+    of: frozenset[tuple[str, str]] = frozenset()
+
+
 class Incident(NamedTuple):
     """A run of trouble on one job. `named`: nodes that high-confidence evidence names. `crash`, `stall`: unanswered ones.
     `root`: the crash's first failing rank is known, it is not all echoes. `crashed`: there was one at any time. `hung`: the
@@ -121,7 +135,7 @@ class Incident(NamedTuple):
     #: What was tried last, and came to nothing: the ladder goes on from there.
     last: Last = Last.NOTHING
     #: The present attempt computes wrong numbers, from this step on; is slow; died of an exception of its own code (quoted).
-    metric: bool = False
+    metric: frozenset[tuple[str, str]] = frozenset()
     bad_step: int = -1
     slow: bool = False
     code: str = ""
@@ -134,6 +148,8 @@ class Incident(NamedTuple):
     group: str = ""
     #: It could not be carried out.
     in_vain: bool = False
+    #: It is a relapse: the step that the job was to get beyond.
+    relapse_of: int = -1
 
     def waits_for(self, purpose: str) -> bool:
         """Whether a timer for it is set and has not fired."""
@@ -141,7 +157,8 @@ class Incident(NamedTuple):
 
 
 class Lapse(NamedTuple):
-    """An incident that ended in recovery: where its ladder stood, and the step that the job must get beyond before that counts."""
+    """An incident that ended in recovery: where its ladder stood, and the step that the job must get beyond before that counts. One
+    that was a relapse itself goes on in it, so that trouble of another kind in between hides nothing."""
 
     last: Last
     reattempts: int
@@ -152,8 +169,8 @@ class Lapse(NamedTuple):
 
 class Plan(NamedTuple):
     """What a decision set in motion. `stage`: awaiting (an approval), held (a planned one, under a hold), decided, stopping,
-    examining, starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb, without an outcome
-    yet. `situation`: of an examination, what it looks into."""
+    examining, starting, confirming. `incident` is empty for what a person asked for. `pending`: key -> verb and machine, without an
+    outcome yet. `situation`: of an examination, what it looks into."""
 
     decision: str
     incident: str
@@ -162,7 +179,10 @@ class Plan(NamedTuple):
     stage: str
     nodes: tuple[str, ...] = ()
     standbys: tuple[str, ...] = ()
-    pending: Mapping[str, str] = {}
+    pending: Mapping[str, tuple[str, str]] = {}
+    #: What actuators refused without a try (a hold stood, or it came too late), verb and machine: it is issued anew; and how often.
+    refused: tuple[tuple[str, str], ...] = ()
+    refusals: int = 0
     failed: str = ""
     stop_only: bool = False
     graceful: bool = False
@@ -224,9 +244,9 @@ class Job(NamedTuple):
     update_timer: str = ""
     revisions: Mapping[str, int] = {}
     stable: str = ""
-    #: Steps that were computed wrongly, from and to, and in which attempt: checkpoints of them are not restored until a later attempt is
-    #: past them.
-    poisoned: tuple[int, int, int] | None = None
+    #: What of the checkpoints is not to be restored; and of those in folders that earlier declarations of the job named, by folder.
+    poisoned: Poison | None = None
+    poisoned_before: Mapping[str, Poison] = {}
     #: Machines that ail, to be replaced at the next restart; and those that a person keeps in, node -> until when (0: for good).
     ailing: Mapping[str, Trouble] = {}
     kept: Mapping[str, int] = {}
@@ -258,7 +278,15 @@ class Job(NamedTuple):
     def quiet(self) -> bool:
         """Nothing is open and nothing is asked for: no rule has anything to say."""
         open_ = self.incident is not None or self.plan is not None or self.request or self.override or self.unexamined
-        return not open_ and (self.wanted != "finished" or self.ended)
+        return not open_ and not self.stands_on_poison and (self.wanted != "finished" or self.ended)
+
+    @property
+    def stands_on_poison(self) -> bool:
+        """The attempt that runs restored what an earlier one, as was learnt since, computed wrongly."""
+        poison = self.poisoned
+        if poison is None or poison.attempt >= self.attempt or self.ended or self.wanted != "running":
+            return False
+        return self.last_restored >= poison.first
 
     @property
     def gone(self) -> tuple[str, ...]:

@@ -196,6 +196,7 @@ class Story:
             ranks_per_node=int(options.get("ranks", 1)),
             command=("train",),
             code_revision=options.get("revision", ""),
+            checkpoints=options.get("checkpoints", ""),
         )
         self.say(declared, "operator", plain[0])
 
@@ -205,12 +206,13 @@ class Story:
         fact = Signal(
             symptom=plain[0], node=plain[1] if len(plain) > 1 else "", rank=int(options.get("rank", -1)), rule=options.get("rule", ""),
             confidence=options.get("confidence", "low"), evidence=options.get("evidence", ""), seen_ns=seen,
-            step=int(options.get("step", -1)), bad_step=int(options.get("bad_step", -1)),
+            step=int(options.get("step", -1)), bad_step=int(options.get("bad_step", -1)), metric=options.get("metric", ""),
         )  # fmt: skip
         self.say(fact, "detector", job, attempt=int(options.get("attempt", 0)))
 
     def _clear(self, plain: list[str], options: dict[str, str]) -> None:
-        fact = SignalCleared(symptom=plain[0], node=plain[1] if len(plain) > 1 else "", seen_ns=self.now)
+        node, metric = plain[1] if len(plain) > 1 else "", options.get("metric", "")
+        fact = SignalCleared(symptom=plain[0], node=node, metric=metric, seen_ns=self.now)
         self.say(fact, "detector", options.get("job", ""), attempt=int(options.get("attempt", 0)))
 
     def _progress(self, plain: list[str], options: dict[str, str]) -> None:

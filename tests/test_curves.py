@@ -254,6 +254,16 @@ def test_a_norm_that_stays_no_number_is_certain_in_the_end() -> None:
     assert (high.symptom, high.confidence, high.bad_step, high.step) == ("nan_value", "high", 50, 69)
 
 
+def test_loss_and_norm_clear_each_by_itself() -> None:
+    story = begun()
+    step = run(story, steady(10))
+    step = run(story, [(NAN, NAN)] * 25, first=step)
+    run(story, [(2.5, NAN)] * 3, first=step)
+    assert [(one.metric, type(one)) for one in claims(story)] == [
+        ("loss", Signal), ("grad_norm", Signal), ("loss", SignalCleared),
+    ]  # fmt: skip
+
+
 def test_late_and_doubled_messages_change_nothing() -> None:
     def story(twice: bool) -> Story:
         made = begun()
