@@ -47,8 +47,10 @@ class Message:
         commands = {"explain": f"keepstep explain {self.incident}"} if self.incident else {}
         if self.asks and not self.over:
             commands |= {word: f"keepstep {word} {self.decision} --reason '…'" for word in ("approve", "deny")}
-        if not self.over:
-            commands |= {"acknowledge": f"keepstep ack {named} --reason '…'", "runbook": f"keepstep runbook {self.runbook}"}
+        if named and not self.over:
+            commands["acknowledge"] = f"keepstep ack {named} --reason '…'"
+        if self.runbook and not self.over:
+            commands["runbook"] = f"keepstep runbook {self.runbook}"
         ended = {"over": self.over, "ended": text_of(self.over_ns)} if self.over else {}
         return {
             "type": "keepstep.page.v1", "status": "resolved" if self.over else "firing", "id": self.id, "key": self.key, "number": self.number, "job": self.job, "incident": self.incident,

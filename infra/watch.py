@@ -10,8 +10,8 @@ from typing import Any
 from events.clock import NS
 from events.decision import DecisionMade, EvidenceJudged, IncidentClosed, IncidentOpened, IntentIssued, SharedCause
 from events.envelope import AnyEvent
-from events.incident import ProgressNoted
-from events.job import ApprovalGiven
+from events.incident import JobFinished, ProgressNoted
+from events.job import ApprovalGiven, JobDeclared, OverrideGiven, RestartRequested, StopRequested
 from events.ports import Record
 from events.presence import Heartbeat
 from events.registry import Malformed, parse
@@ -89,6 +89,8 @@ class Watch:
     asked: dict[str, Asked] = field(default_factory=dict)
     #: What a person was paged with, in order.
     pages: list[IntentIssued] = field(default_factory=list)
+    #: job -> why a person was called for it outside of any incident, until it makes progress or the next word is given.
+    calls: dict[str, DecisionMade] = field(default_factory=dict)
 
     def ledger(self, record: Record) -> AnyEvent | None:
         """Folds one LEDGER record; None if it is not readable."""
@@ -121,6 +123,7 @@ class Watch:
                 story.shared.append(data)
             elif isinstance(data, IncidentClosed):
                 story.closed, story.closed_ns = data, record.time_ns
+        self._call(event)
         if isinstance(data, ProgressNoted):
             self.progress[event.job] = data
         elif isinstance(data, DecisionMade) and data.mode == "approve" and not data.vetoed and data.rung != "hand_over":
@@ -132,6 +135,15 @@ class Watch:
             if asked is not None and asked.answer is None:
                 asked.answer, asked.answered_ns = data, record.time_ns
         return event
+
+    def _call(self, event: AnyEvent) -> None:
+        data = event.data
+        if isinstance(data, ProgressNoted | JobFinished | IncidentOpened):
+            self.calls.pop(event.job, None)
+        elif isinstance(data, JobDeclared | RestartRequested | StopRequested | OverrideGiven):
+            self.calls.pop(data.job, None)
+        elif isinstance(data, DecisionMade) and data.rung == "hand_over" and not data.incident and data.mode != "observe":
+            self.calls[data.job] = data
 
     def telemetry(self, record: Record) -> None:
         """Folds one record of either telemetry stream."""

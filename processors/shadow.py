@@ -220,11 +220,18 @@ def _consider(log: _Log, time_ns: int, made: DecisionMade) -> None:
     log.cases.append(Case(made, time_ns, opened_ns, barred))
     if barred or made.rung in PAGES or made.mode != "observe":
         return
-    log.imagined.add(made.incident)
+    if made.incident:
+        log.imagined.add(made.incident)
     racks = {place.node: place.rack for place in job.places}
-    log.spent.extend(Eviction(time_ns, made.job, node, racks.get(node, "")) for node in made.nodes)
-    log.out.update((made.job, node) for node in made.nodes)
-    log.used.update((made.job, node) for node in _spares(log, job)[: len(made.nodes)])
+    out = _evicted_by(made)
+    log.spent.extend(Eviction(time_ns, made.job, node, racks.get(node, "")) for node in out)
+    log.out.update((made.job, node) for node in out)
+    log.used.update((made.job, node) for node in _spares(log, job)[: len(out)])
+
+
+def _evicted_by(made: DecisionMade) -> tuple[str, ...]:
+    """The machines that would go. One that is examined is out already."""
+    return () if made.rung == "diagnose" else made.nodes
 
 
 def _barred(log: _Log, job: Job, made: DecisionMade) -> str:
@@ -234,10 +241,11 @@ def _barred(log: _Log, job: Job, made: DecisionMade) -> str:
     if log.fleet.held(job.name):
         return "hold"
     fleet = log.fleet._replace(evictions=(*log.fleet.evictions, *log.spent))
-    places = [job.by_node[node] for node in made.nodes if node in job.by_node]
+    out = _evicted_by(made)
+    places = [job.by_node[node] for node in out if node in job.by_node]
     if any(over_budget(fleet, job, place, tuple(places[:i])) for i, place in enumerate(places)):
         return "budget"
-    return "no_standby" if len(_spares(log, job)) < len(made.nodes) else ""
+    return "no_standby" if len(_spares(log, job)) < len(out) else ""
 
 
 def _spares(log: _Log, job: Job) -> list[str]:

@@ -117,6 +117,25 @@ def test_nodes_have_names_of_their_own(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_nothing_is_started_with_what_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "policy").write_text("mode: perhaps\n")
+    for option, value, said in (
+        ("--policy", tmp_path / "policy", "mode"),
+        ("--exec", tmp_path, "is not an executable script"),
+        ("--notify", tmp_path, "can't be read"),
+    ):
+        done = CliRunner().invoke(app, ["up", "--home", str(tmp_path / "home"), option, str(value)])
+        assert done.exit_code == 1 and said in str(done.exception), done.exception
+        assert done.output == "" and not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("words", [["runbook"], ["runbook", "no-standby"], ["policy", "show", "--default"]])
+def test_what_prints_a_result_prints_it_as_json_too(words: list[str]) -> None:
+    plain, done = (CliRunner().invoke(app, [*words, *more]) for more in ([], ["--json"]))
+    value = json.loads(done.output)
+    assert value.get("text", "") in plain.output and (len(words) > 1 or value["no-standby"] == "No standby left")
+
+
 def test_a_damaged_recording_is_identical_only_as_far_as_it_goes(tmp_path: Path) -> None:
     with StreamWriter(tmp_path, LEDGER) as writer:
         for record in golden(HERE / "rank_killed.jsonl"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actuators.git import GitFailed
-from events.job import JobDeclared, Place, RestartRequested
+from events.job import JobDeclared, OverrideGiven, Place, RestartRequested
 from events.ports import LEDGER
 from events.registry import parse
 from infra import demo_code
@@ -134,10 +134,21 @@ async def test_restart_and_update_name_the_commit(tmp_path: Path, repository: Re
             (("update", "", "--reason", "x"), "name the commit"),
             (("update", "main"), "--reason"),
             (("update", "main", "other", "--reason", "x"), "there is no job other"),
+            (
+                ("override", "gpt", "roll_back", "--revision", "nosuch", "--reason", "x"),
+                "has no commit nosuch; fetch it there first",
+            ),
+            (("override", "gpt", "roll_back", "--revision", "a\nb", "--reason", "x"), "keepstep: "),
+            (
+                ("override", "gpt", "roll_back", "--reason", "x"),
+                "the job's code has no revision that is known; name the commit",
+            ),
         ):
             code, out, err = await cli(bus, *words)
             assert code == 2 and sentence in err and "Traceback" not in err and not out
+        assert (await cli(bus, "override", "gpt", "roll_back", "--revision", "main~1", "--reason", "x"))[0] == 0
         said = [parse(record.data).data async for record in log.read()]
+        assert [fact.revision for fact in said if isinstance(fact, OverrideGiven)] == [repository.good]
         asked = [fact for fact in said if isinstance(fact, RestartRequested)]
         assert [(one.symptom, one.revision, one.at_next_restart) for one in asked] == [
             ("code_update", repository.good, False),

@@ -8,7 +8,9 @@ import pytest
 
 from events.job import ApprovalGiven
 from infra.cli.common import Refused
+from infra.cli.operator import free, held
 from infra.cli.people import chosen, duration_s, override_of, page_of
+from infra.cli.status import calls_of, is_amiss, jobs_of
 from infra.permissions import role
 from infra.waiting import ago, short_ids, waiting_json
 from infra.watch import Watch
@@ -149,10 +151,54 @@ def test_an_override_is_of_what_the_job_has() -> None:
         ("evict", "s", ""): "job gpt has no machine s; it has: a, b, c, d",
         ("keep", "x", ""): "job gpt has no machine x; it has: a, b, c, d, s, t",
         ("reattempt", "a", ""): "--node goes with evict and keep; reattempt is of the whole job",
+        ("roll_back", "", ""): "the job's code has no revision that is known; name the commit to go back to with --revision",
         ("reattempt", "", "x"): "--revision goes with roll_back; reattempt takes the code as it is",
     }
     for (remedy, node, revision), text in refused.items():
         assert why(lambda r=remedy, n=node, v=revision: override_of(fleet, "gpt", r, n, v, "r", 0)) == text  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("line", "said"), [("+5 stop gpt", "is stopped; there is nothing to reattempt; start it with"), ("+5 finished gpt attempt=1 step=9", "is finished; there is nothing to reattempt")])  # fmt: skip
+def test_a_job_that_does_not_run_has_nothing_to_be_overridden(line: str, said: str) -> None:
+    watch, _ = played(line)
+    assert said in why(lambda: override_of(watch.fleet, "gpt", "reattempt", "", "", "r", 0))
+    assert override_of(watch.fleet, "gpt", "keep", "b", "", "r", 0).node == "b"
+
+
+def test_a_hold_is_released_where_it_stands() -> None:
+    none, _ = played()
+    assert why(lambda: held(none.fleet, "")) == "no hold stands on the whole fleet"
+    one, _ = played("+1 hold gpt")
+    assert why(lambda: held(one.fleet, "")) == "no hold stands on the whole fleet; one stands on job gpt"
+    held(one.fleet, "gpt")
+    wide, _ = played("+1 hold")
+    assert why(lambda: held(wide.fleet, "gpt")) == "no hold stands on job gpt; one stands on the whole fleet"
+    held(wide.fleet, "")
+
+
+def test_a_spare_is_no_machine_that_is_at_work_or_a_spare_already() -> None:
+    watch, _ = played()
+    assert why(lambda: free("a", watch.fleet, "gpt")) == "a is at work in job gpt already"
+    assert why(lambda: free("s", watch.fleet, "gpt")) == "s is a standby of job gpt already"
+    free("z", watch.fleet, "gpt")
+    evicted, _ = played("policy auto", LOST, "+5 progress gpt first attempt=2 step=4")
+    free("c", evicted.fleet, "gpt")  # repaired
+
+
+NEXT = ["+5 progress gpt first attempt=2 step=4", "+5 restart gpt", "+5 stop gpt", "+5 override gpt reattempt"]
+
+
+@pytest.mark.parametrize("line", ["", *NEXT])
+def test_what_was_asked_for_and_failed_is_told_by_status_until_the_next_word_or_step(line: str) -> None:
+    watch, _ = played("+5 restart gpt", "+950 hold other", *([line] if line else []))
+    (job,) = jobs_of(watch)
+    if line:
+        assert calls_of(watch) == [] and job["state"] != "handed over"
+        return
+    (call,) = calls_of(watch)
+    assert (call["job"], call["runbook"]) == ("gpt", "planned-action-failed")
+    assert "what was asked for did not come to pass: no healthy step" in call["because"]
+    assert job["state"] == "handed over" and is_amiss(watch, {}, [])
 
 
 def test_a_page_is_acknowledged_by_incident_decision_or_as_the_latest() -> None:

@@ -127,6 +127,15 @@ def test_what_imagined_evictions_would_have_spent_bars_later_ones(policy: str | 
     assert [(c.barred, c.verdict == "barred") for c in second] == [(barred, bool(barred))]
 
 
+def test_an_examination_of_what_is_out_takes_no_standby_and_hides_no_other() -> None:
+    lines = ("+5 override gpt evict node=c", "+5 progress gpt first attempt=2 step=4", "+60 override gpt evict node=d", "+5 progress gpt first attempt=3 step=9", "+3000 hold x")  # fmt: skip
+    result = found(*lines, policy=WIDE)
+    assert [(c.made.rule, c.made.nodes, c.barred) for c in result.cases] == [
+        ("examine_evicted", ("c",), ""), ("examine_evicted", ("d",), "")
+    ]  # fmt: skip
+    assert result.beyond == 0
+
+
 def test_a_hold_would_have_barred_it() -> None:
     assert only(found("+1 hold gpt", LOST, "+3000 release gpt")).barred == "hold"
 

@@ -48,6 +48,7 @@ from infra.pipeline import Node, Pipeline, default_policy_text, start_control
 from infra.pipeline import say as tell
 from infra.supervise import Supervisor
 from infra.watch import Watch
+from processors import policy as policies
 
 NodesOption = Annotated[
     int, typer.Option("--nodes", min=1, max=256, help="Nodes; more than one on this host are agents of their own")
@@ -362,15 +363,18 @@ def job_environment() -> tuple[tuple[str, str], ...]:
 
 
 def policy_text(home: Home, given: Path | None) -> str:
-    """The policy file that was given, else the home's policy.yaml, else the default, which observes."""
-    if given is not None:
-        return read_policy(given)
+    """The policy file that was given, else the home's policy.yaml, else the default, which observes. Raises Refused, BadPolicy before
+    anything is started with it."""
     kept = home.path / "policy.yaml"
-    return read_policy(kept) if kept.exists() else default_policy_text()
+    if given is None and not kept.exists():
+        return default_policy_text()
+    text = read_policy(given or kept)
+    policies.parse(text)
+    return text
 
 
 def actuate_script(text: str) -> str:
-    if text and not os.access(text, os.X_OK):
+    if text and not (os.path.isfile(text) and os.access(text, os.X_OK)):
         raise Refused(f"{text} is not an executable script; give one with --exec (see infra/deploy/slurm for an example)")
     return str(Path(text).absolute()) if text else ""
 
@@ -412,9 +416,7 @@ async def _with_own_pipeline(spec: JobSpec, where: Address, policy: Path | None)
 
 
 def mode_of(text: str) -> str:
-    from processors.policy import parse
-
-    return parse(text).mode
+    return policies.parse(text).mode
 
 
 def shortened(text: str, most: int = 400) -> str:

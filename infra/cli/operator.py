@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -69,11 +71,13 @@ def one_job(fleet: Fleet, job: str) -> str:
 
 
 def _speak(
-    home: Path | None, url: str, key: str, as_json: bool, make_fact: object, job: str, *, fleet_wide: bool = False
-) -> None:
+    home: Path | None, url: str, key: str, as_json: bool, make_fact: object, job: str, *, fleet_wide: bool = False,
+    check: Callable[[Fleet, str], None] = lambda fleet, name: None,
+) -> None:  # fmt: skip
     async def work(nc: BusClient) -> str:
         fleet = await known(nc)
         name = "" if fleet_wide and not job else one_job(fleet, job)
+        check(fleet, name)
         fact: Fact = make_fact(name, fleet)  # type: ignore[operator]
         return await tell(JetStreamLog(nc, LEDGER), fact, name)
 
@@ -82,6 +86,22 @@ def _speak(
         show_json({"event": event})
     else:
         say(f"recorded as {event}")
+
+
+def held(fleet: Fleet, name: str) -> None:
+    """Raises Refused if there is no hold to release there; what stands elsewhere would stand on unseen."""
+    if name not in fleet.holds:
+        there = " and ".join(f"job {job}" if job else "the whole fleet" for job in fleet.holds)
+        where = f"job {name}" if name else "the whole fleet"
+        raise Refused(f"no hold stands on {where}" + (f"; one stands on {there}" if there else ""))
+
+
+def free(node: str, fleet: Fleet, name: str) -> None:
+    """Raises Refused for a spare that is at work, or a spare already."""
+    for job in fleet.jobs.values():
+        at_work = job.wanted == "running" and node in job.by_node
+        if at_work or (job.name == name and node in {place.node for place in job.standbys} and node not in job.evicted):
+            raise Refused(f"{node} is {'at work in' if at_work else 'a standby of'} job {job.name} already")
 
 
 def register(app: typer.Typer) -> None:
@@ -118,8 +138,9 @@ def register(app: typer.Typer) -> None:
     ) -> None:  # fmt: skip
         """Release a hold. What was held is decided again, by what is known now."""
         _speak(
-            home, url, key, json, lambda name, _: HoldReleased(job=name, reason=reason, author=author()), job, fleet_wide=True
-        )
+            home, url, key, json, lambda name, _: HoldReleased(job=name, reason=reason, author=author()), job, fleet_wide=True,
+            check=held,
+        )  # fmt: skip
 
     @app.command()
     def standby(
@@ -130,7 +151,15 @@ def register(app: typer.Typer) -> None:
         where = run(with_bus(address(home, url, key), "operator", declared_topology))
         place = Place(node=node, rack=rack, switch=switch, serial=serial)
         place = where.fill(place) if where else place
-        _speak(home, url, key, json, lambda name, _: StandbyAdded(job=name, place=place, author=author()), job)
+        _speak(
+            home,
+            url,
+            key,
+            json,
+            lambda name, _: StandbyAdded(job=name, place=place, author=author()),
+            job,
+            check=partial(free, node),
+        )
 
     policy_app = typer.Typer(help="Show, check or adopt the policy.", no_args_is_help=True)
     app.add_typer(policy_app, name="policy")
@@ -141,10 +170,15 @@ def register(app: typer.Typer) -> None:
         home: HomeOption = None,
         url: UrlOption = "",
         key: KeyOption = "",
+        json: JsonOption = False,
     ) -> None:
         """Print the policy in force."""
+
+        def show(text: str) -> None:  # as it is: it may be adopted again
+            show_json({"digest": policies.digest(text), "text": text}) if json else sys.stdout.write(text)
+
         if default:
-            sys.stdout.write(default_policy_text())
+            show(default_policy_text())
             return
         from events.job import PolicyAdopted
         from infra.pipeline import last_said
@@ -153,7 +187,7 @@ def register(app: typer.Typer) -> None:
             found = await last_said(JetStreamLog(nc, LEDGER), PolicyAdopted)
             return found.text if found else default_policy_text()
 
-        sys.stdout.write(run(with_bus(address(home, url, key), "observer", work)))  # as it is: it may be adopted again
+        show(run(with_bus(address(home, url, key), "observer", work)))
 
     @policy_app.command("check")
     def policy_check(file: Path, json: JsonOption = False) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from actuators.git import GitFailed
 from events.clock import NS, text_of
 from events.decision import IntentIssued
 from events.envelope import Fact
@@ -34,11 +35,13 @@ from infra.cli.common import (
 from infra.cli.operator import Reason, one_job, told
 from infra.cli.status import bus_now_ns
 from infra.jetstream import JetStreamLog
+from infra.job_code import asked_code
 from infra.pipeline import say as tell
 from infra.runbook_files import UnknownRunbook, names
 from infra.runbook_files import text_of as text_of_page
 from infra.waiting import ago, described, short_ids
 from infra.watch import Asked, Watch
+from processors import revisions
 from processors.fleet import Fleet, Job
 
 Remedy = Literal["evict", "reattempt", "roll_back", "keep"]
@@ -119,11 +122,25 @@ def override_of(
         raise Refused(f"--node goes with evict and keep; {remedy} is of the whole job")
     if revision and remedy != "roll_back":
         raise Refused(f"--revision goes with roll_back; {remedy} takes the code as it is")
-    if remedy != "keep" and there.wanted == "finished":
-        raise Refused(f"job {job} is finished; there is nothing to {remedy.replace('_', ' ')}")
+    if remedy != "keep" and there.wanted != "running":
+        again = "; start it with `keepstep restart`" if there.wanted == "stopped" else ""
+        raise Refused(f"job {job} is {there.wanted}; there is nothing to {remedy.replace('_', ' ')}{again}")
+    target = revisions.target(there) if remedy == "roll_back" and not revision else None
+    if isinstance(target, str):
+        raise Refused(f"{target}; name the commit to go back to with --revision")
     return OverrideGiven(
         job=job, remedy=remedy, node=node, revision=revision, reason=reason, author=author(), expires_ns=expires_ns
     )
+
+
+async def commit_of(job: Job, revision: str) -> str:
+    """The commit that is meant, looked up as `update` does. Raises Refused."""
+    try:
+        code = await asked_code(job.declared, revision)
+    except GitFailed as error:
+        raise Refused(str(error)) from None
+    say(code.said)
+    return code.revision
 
 
 def _known_machine(job: Job, remedy: Remedy, node: str) -> None:
@@ -246,9 +263,12 @@ def register(app: typer.Typer) -> None:
         async def make(nc: BusClient) -> tuple[Fact, str]:
             fleet = (await told(nc)).fleet
             expires_ns = await until_ns(nc, expires)
-            fact = override_of(fleet, one_job(fleet, job), remedy, node, revision, reason, expires_ns)
+            name = one_job(fleet, job)
+            fact = override_of(fleet, name, remedy, node, revision, reason, expires_ns)
+            if revision:
+                fact = fact.model_copy(update={"revision": await commit_of(fleet.jobs[name], revision)})
             until = f" until {text_of(expires_ns)[:19]}Z" if expires_ns else (", without end" if remedy == "keep" else "")
-            what = " ".join(word for word in (remedy.replace("_", " "), node, revision and f"to {revision}") if word)
+            what = " ".join(word for word in (remedy.replace("_", " "), node, revision and f"to {fact.revision[:12]}") if word)
             return fact, clean(f"override of job {fact.job}: {what}{until}")
 
         if expires:
@@ -256,16 +276,19 @@ def register(app: typer.Typer) -> None:
         speak(home, url, key, json, make)
 
     @app.command()
-    def runbook(name: Annotated[str, typer.Argument(help="As a page or `explain` names it")] = "") -> None:
+    def runbook(
+        name: Annotated[str, typer.Argument(help="As a page or `explain` names it")] = "", json: JsonOption = False
+    ) -> None:
         """Print a runbook page: what a call means, what to look at, what to do. Without a name: which pages there are."""
         if not name:
-            for one in names():
-                put(f"{one:<28} {text_of_page(one).splitlines()[0].removeprefix('# ')}")
+            titles = {one: text_of_page(one).splitlines()[0].removeprefix("# ") for one in names()}
+            show_json(titles) if json else put("\n".join(f"{one:<28} {title}" for one, title in titles.items()))
             return
         try:
-            sys.stdout.write(text_of_page(name))
+            text = text_of_page(name)
         except UnknownRunbook as error:
             raise Refused(str(error)) from None
+        show_json({"runbook": name.removesuffix(".md"), "text": text}) if json else sys.stdout.write(text)
 
     @app.command()
     def ack(

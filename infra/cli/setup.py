@@ -27,6 +27,7 @@ from infra.keys import ensure_key, identity_of, server_configuration
 from infra.permissions import ROLES
 from infra.pipeline import adopt
 from infra.streams import check_server, ensure_streams
+from processors import policy as policies
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +79,7 @@ def register(app: typer.Typer) -> None:
     def streams(
         replicas: Annotated[int, typer.Option("--replicas", min=1, max=5, help="Copies of each stream in a cluster")] = 1,
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file to adopt [default: observe everything]")] = None,
-        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Make or verify the bus's streams, their ticks, and adopt a policy and the catalogue. Nothing is ever deleted."""
 
@@ -86,11 +87,14 @@ def register(app: typer.Typer) -> None:
             await check_server(nc)
             await ensure_streams(nc, replicas)
 
-        async def rules(nc: BusClient) -> None:
-            await adopt(nc, text, author())
+        async def rules(nc: BusClient) -> bool:
+            return await adopt(nc, text, author())
 
         where = address(home, url, key)
         text = policy_text(where.home, policy)
         run(with_bus(where, "admin", work))
-        run(with_bus(where, "operator", rules))
-        say("the streams are as they should be, and the policy is adopted")
+        new = run(with_bus(where, "operator", rules))
+        if json:
+            show_json({"replicas": replicas, "policy": {"digest": policies.digest(text), "new": new}})
+        else:
+            say("the streams are as they should be, and the policy is adopted")

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from events.clock import NS, text_of
+from events.decision import DecisionMade
 from events.ports import LEDGER, TELEMETRY_NODE
 from events.registry import Malformed, parse
 from events.subjects import NODE, tick
@@ -33,6 +34,7 @@ from infra.jetstream import JetStreamLog
 from infra.parts import Part, keeps, parts
 from infra.waiting import waiting_json
 from infra.watch import Watch
+from processors.runbooks import runbook_of
 
 #: An agent beats once a second.
 HEARD_S_MAX = 5
@@ -41,8 +43,8 @@ HEARD_S_MAX = 5
 def register(app: typer.Typer) -> None:
     @app.command()
     def status(home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False) -> None:
-        """Jobs, nodes, open incidents and the control plane's parts now. Exits with 1 if an incident is open, an agent is not heard, or a
-        part is not at work."""
+        """Jobs, nodes, open incidents and the control plane's parts now. Exits with 1 if an incident is open, a person is called, an agent
+        is not heard, or a part is not at work."""
         found = run(with_bus(address(home, url, key), "observer", look))
         _show_json(*found) if json else _show(*found)
         raise typer.Exit(FOUND if is_amiss(*found) else FINE)
@@ -59,7 +61,7 @@ async def look(nc: BusClient) -> tuple[Watch, dict[str, int], list[Part]]:
 
 
 def is_amiss(watch: Watch, heard: dict[str, int], at_work: list[Part]) -> bool:
-    return bool(watch.open_incidents() or lost(watch, heard) or any(part.problem for part in at_work))
+    return bool(watch.open_incidents() or watch.calls or lost(watch, heard) or any(part.problem for part in at_work))
 
 
 def lost(watch: Watch, heard: dict[str, int]) -> list[str]:
@@ -108,7 +110,7 @@ def jobs_of(watch: Watch) -> list[dict[str, Any]]:
         {
             "job": job.name, "wanted": job.wanted, "attempt": job.attempt, "step": job.last_step, "nodes": [p.node for p in job.places],
             "standbys": [p.node for p in job.standbys], "evicted": list(job.evicted), "held": watch.fleet.held(job.name),
-            "incident": job.incident.id if job.incident else None, "state": state_of(job),
+            "incident": job.incident.id if job.incident else None, "state": state_of(job, watch.calls.get(job.name)),
             "awaiting": job.plan.decision if job.plan and job.plan.stage == "awaiting" else None,
         }
         for job in watch.fleet.jobs.values()
@@ -137,6 +139,7 @@ def _show_json(watch: Watch, heard: dict[str, int], at_work: list[Part]) -> None
             "holds": list(fleet.holds),
             "jobs": jobs_of(watch),
             "incidents": incidents_of(watch),
+            "calls": calls_of(watch),
             "waiting": waiting_json(watch),
             "heard_s": heard,
             "parts": [asdict(part) for part in at_work],
@@ -173,16 +176,28 @@ def _show_fleet(watch: Watch, heard: dict[str, int]) -> None:
         put(
             f"open incident {i['incident']} of {clean(i['job'])}: {i['symptom']} since {i['since']}; {clean('; '.join(i['decided']))}"
         )
+    for call in calls_of(watch):
+        put(f"waits for you, job {clean(call['job'])}: {clean(call['because'])}; see: keepstep runbook {call['runbook']}")
     for w in waiting_json(watch):
         out = f" of {', '.join(w['nodes'])}" if w["nodes"] else ""
         put(f"waits for your yes, job {clean(w['job'])}: {w['rung'].replace('_', ' ')}{clean(out)}: {clean(w['because'])}")
         put(f"    {w['approve']}\n    {w['deny']}")
 
 
-def state_of(job: Any) -> str:
-    """One word or two for where a job stands."""
+def calls_of(watch: Watch) -> list[dict[str, str]]:
+    """What a person was called for outside of any incident, and nobody has seen to."""
+    return [
+        {"job": made.job, "decision": made.decision, "because": made.because, "runbook": runbook_of(made)}
+        for made in watch.calls.values()
+    ]
+
+
+def state_of(job: Any, call: DecisionMade | None = None) -> str:
+    """One word or two for where a job stands. `call`: what a person was called for."""
     if job.wanted != "running":
         return str(job.wanted)
     if job.incident is not None:
         return str({"": "incident", "handed_over": "handed over"}.get(job.incident.blocked, job.incident.blocked))
-    return "starting" if job.plan is not None else "training"
+    if job.plan is not None:
+        return "starting"
+    return "handed over" if call is not None else "training"

@@ -64,7 +64,9 @@ async def answers(scenario: Scenario, server: Server) -> None:
         assert acked.data.reason == "on it" and acked.data.incident == closed.incident
         assert approved.data.granted and approved.data.expires_ns > approved.event.time + 29 * 60 * 10**9
         assert kept.data.node == "n1" and kept.data.author and ".operator." in kept.subject
-        assert len(server.told) == paged, "repeated though it was acknowledged"
+        await s.until(lambda: len(server.told) > paged, "end of the page")
+        (end,) = server.bodies()[paged:]
+        assert end["status"] == "resolved" and "yes by " in end["over"], "repeated though it was acknowledged"
         told = await s.cli("explain", closed.incident[:8])
         assert "see: keepstep runbook approval-wanted" in told and "page acknowledged: on it" in told
         assert (await s.cli("runbook", "approval-wanted", home=False)).startswith("# A decision waits")
