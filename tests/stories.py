@@ -100,7 +100,11 @@ class Story:
             result=result,
             detail=detail,
             nodes=nodes,
-            **(self.findings.pop(intent.verb, {}) if result == "done" else {}),
+            **(
+                self.findings.pop(f"{intent.verb} {intent.node}", None) or self.findings.pop(intent.verb, {})
+                if result == "done"
+                else {}
+            ),
         )
         event = make(
             fact,
@@ -286,17 +290,23 @@ class Story:
 
     def _found(self, plain: list[str], options: dict[str, str]) -> None:
         """What the next examination finds: `found stacks 3,4 [5]` (outlying ranks, a round each), `found tests b`, `found replays 0 1` (the
-        failing groups of the two phases), `found examined b`."""
+        failing groups of the two phases), `found examined b` (one machine's own, `passed=yes`: nothing)."""
         what, *rest = plain
         if what == "stacks":
             rounds = tuple(StackRound(outliers=tuple(map(int, r.split(","))), ranks=1, stuck_at=("all_reduce",)) for r in rest)
             self.findings["capture_stacks"] = {"stacks": rounds}
-        elif what in ("tests", "examined"):
-            verb, test = ("diagnose", "gpu_self_test") if what == "tests" else ("examine", "reference_step")
-            bad = options.get("passed") == "yes"
-            self.findings[verb] = {
-                "tests": tuple(CheckResult(test=test, node=node, passed=bad, detail="bits differ") for node in rest)
+        elif what == "tests":
+            self.findings["diagnose"] = {
+                "tests": tuple(
+                    CheckResult(test="gpu_self_test", node=node, passed=False, detail="bits differ") for node in rest
+                )
             }
+        elif what == "examined":
+            passed = options.get("passed") == "yes"
+            for node in rest:
+                self.findings[f"examine {node}"] = {
+                    "tests": (CheckResult(test="reference_step", node=node, passed=passed, detail="bits differ"),)
+                }
         else:
             groups = next(i for i in reversed(self.intents.values()) if i.verb == "group_test").groups
             self.findings["group_test"] = {"replays": _replays(groups, tuple(map(int, rest)))}

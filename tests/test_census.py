@@ -281,3 +281,19 @@ def test_what_examining_evicted_machines_came_to_is_counted_by_rule() -> None:
     assert view(con, "evictions_by_rule").as_dicts() == [
         {"rule": "evict_tested", "verdict": "unproven", "machines": 1, "share": 1.0}
     ]
+
+
+def test_false_positives_of_an_evicted_group_are_counted() -> None:
+    """Of a pipeline of six one was bad, two passed and are standbys again, of three nothing could be told."""
+    path = next(path for path in SCRIPTS if path.stem == "examined")
+    con = load(play(path.read_text(encoding="utf-8"))[1].records)
+    counted = {
+        (row["rule"], row["verdict"]): (row["machines"], row["share"]) for row in view(con, "evictions_by_rule").as_dicts()
+    }
+    assert counted == {
+        ("evict_group", "confirmed"): (1, pytest.approx(1 / 6)),
+        ("evict_group", "exonerated"): (2, pytest.approx(2 / 6)),
+        ("evict_group", "unproven"): (3, pytest.approx(3 / 6)),
+        ("evict_named", "not judged"): (1, 1.0),
+    }
+    assert {row["node"] for row in view(con, "machines").as_dicts() if row["back"]} == {"h", "k"}

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actuators.local import Local
-from processors.group_test import Plan, locate, plan
+from processors.group_test import Groups, Plan, locate, plan
 from tests.hook_agent import HOOK
 from tests.replay_nodes import FAULTY, FAULTY_SHAPE, SMALL, TRAIN, Cluster, declared, work
 
@@ -44,6 +45,63 @@ async def test_two_rounds_name_the_node_that_computes_wrong_numbers(tmp_path: Pa
     assert any("1 of them warm" in answer.detail for answer in cluster.answers), [answer.detail for answer in cluster.answers]
     assert cluster.news == [] and cluster.processes() == []
     assert not (tmp_path / "job" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "tp", "pp", "dp", "shape", "bit", "groups"),
+    [
+        # A stage a machine: each replay is one pipeline of two. One bit of the fraction, told from the four that agree.
+        (
+            6,
+            1,
+            1,
+            2,
+            3,
+            "64x32",
+            "18",
+            Groups((("n0", "n1"), ("n2", "n3"), ("n4", "n5")), (("n0", "n3"), ("n1", "n4"), ("n2", "n5"))),
+        ),
+        # TP fills a machine, a stage a machine: two groups a phase have no majority, but a number that is none needs none.
+        (4, 2, 2, 2, 2, "32x32", "30", Groups((("n0", "n1"), ("n2", "n3")), (("n0", "n2"), ("n1", "n3")))),
+    ],
+    ids=["PP=2", "TP=2 PP=2"],
+)
+async def test_replays_keep_tp_and_pp_and_cut_dp(
+    tmp_path: Path, nodes: int, ranks_per_node: int, tp: int, pp: int, dp: int, shape: str, bit: str, groups: Groups
+) -> None:
+    names = [f"n{i}" for i in range(nodes)]
+    made = plan(names, pp=pp, dp=dp, tp=tp, ranks_per_node=ranks_per_node)
+    assert isinstance(made, Plan) and made.groups == groups and made.dp_a_group == 1
+    (tmp_path / "out").mkdir()
+    environment = {
+        "OMP_NUM_THREADS": "1", "TP": str(tp), "PP": str(pp), "OUT": str(tmp_path / "out"), "PYTHONPATH": str(FAULTY),
+        "FAULTY_NODE": "n3", "FAULTY_SHAPE": shape, "FAULTY_BIT": bit,
+    }  # fmt: skip
+    job = declared(
+        tmp_path, names, sys.executable, str(Path(__file__).with_name("parallel_job.py")), dp=dp, tp=tp, pp=pp,
+        ranks_per_node=ranks_per_node, environment=tuple(environment.items()),
+    )  # fmt: skip
+    cluster = Cluster(tmp_path, names)
+    await cluster.start()
+    try:
+        done = await Local().group_test(work(job, made.groups), cluster)
+    finally:
+        await cluster.close()
+    said = "\n".join(f"{result.phase} {result.group} {result.nodes} {result.detail}" for result in done.replays)
+    assert done.result == "done", f"{done.detail}\n{said}"
+    found = locate(made.groups, done.replays)
+    assert (found.outcome, found.suspects) == ("located", ("n3",)), f"{found}\n{said}"
+    # each replay was a world of its own, laid out as the job: a rank of every stage and tensor part, one copy of the model
+    worlds: dict[str, list[dict[str, Any]]] = {}
+    for path in (tmp_path / "out").iterdir():
+        worlds.setdefault(path.name.split("-")[0], []).append(json.loads(path.read_text()))
+    assert len(worlds) == len(done.replays)
+    for ranks in worlds.values():
+        assert sorted((r["tp"], r["pp"], r["dp"]) for r in ranks) == [(t, p, 0) for t in range(tp) for p in range(pp)]
+        assert {r["world"] for r in ranks} == {tp * pp} and {r["dp_size"] for r in ranks} == {1}
+        assert all(len({r["node"] for r in ranks if r["pp"] == p}) == 1 for p in range(pp))  # TP stays inside a machine
+    assert cluster.news == [] and cluster.processes() == []
 
 
 @pytest.mark.slow
