@@ -22,7 +22,7 @@ from events.decision import (
 )
 from events.job import Place
 from processors.attribution import BESIDE, Beside, Sighting
-from processors.ladder import AFTER, EVICTIONS, EXAMINATIONS
+from processors.ladder import AFTER, EVICTIONS, EXAMINATIONS, Situation
 from processors.state import (
     AILING,
     METRICS,
@@ -37,11 +37,16 @@ from processors.state import (
     Told,
     Trouble,
     counted,
+    more_spares,
     with_incident,
 )
 
 #: The longest window that a policy can give a budget: what is older counts for none.
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
+
+
+#: As events hold it.
+FAILED = Situation.FAILED.name.lower()
 
 
 def relapsed(fleet: Fleet, lapse: Lapse, step: int, time_ns: int) -> bool:
@@ -145,7 +150,7 @@ def _answered_attempt(job: Job, attempt: int) -> bool:
     plan = job.plan
     if plan is None or attempt > job.attempt or not plan.ends_attempt:
         return False
-    return plan.stage in ("awaiting", "decided", "stopping", "examining")
+    return plan.stage in ("decided", "stopping", "examining")
 
 
 def _shared(fleet: Fleet, event: Told, data: SharedCause) -> Fleet:
@@ -199,6 +204,9 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
         elif not data.vetoed:
             job = _watched(job)
     elif data.rung == "hand_over" and acts:
+        failed = job.plan if job.plan and (job.plan.failed or job.plan.overdue) else None
+        if failed and job.incident and job.incident.lacking:
+            job = with_incident(job, going_on=FAILED, suspects=(), finding=failed.failed or "it came too late")
         job = job._replace(plan=None)
     elif data.rung == "hand_over" and not data.vetoed:
         job = _watched(job)
@@ -218,21 +226,13 @@ def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, 
         return changes | {"blocked": "held"}
     if data.vetoed == "no_standby" and fleet.policy.decider.no_standby == "hold":
         return changes | {"blocked": "no_standby"}
-    settled: dict[str, Any] = {
-        "crash": False,
-        "root": False,
-        "stall": False,
-        "metric": frozenset(),
-        "slow": False,
-        "code": "",
-        "going_on": "",
-    }
     if data.rung == "hand_over":
-        return changes | settled | {"rung": "hand_over", "blocked": "handed_over"}
+        changes |= {"rung": "hand_over", "blocked": "handed_over"}
+        return changes | dict({"lacking": True} if data.reason == "no_standby" else SETTLED)
     if data.vetoed:
         return changes | {"answered": {**incident.answered, **dict.fromkeys(data.nodes, data.vetoed)}}
     changes |= {
-        **settled,
+        **SETTLED,
         "recoveries": incident.recoveries + (data.rung in RESTARTS),
         "reattempts": incident.reattempts + (data.rung == "reattempt" and data.rule != "override"),
         "answered": {**incident.answered, **dict.fromkeys(data.nodes, data.decision)},
@@ -244,6 +244,11 @@ def _answer(fleet: Fleet, incident: Incident, time_ns: int, data: DecisionMade, 
         changes |= acting(fleet, incident, data.rung, data.rule, data.nodes)
     return changes
 
+
+#: What a decision answers, or a person's yes or no to one: nothing of it is open after that.
+SETTLED: Mapping[str, Any] = {
+    "crash": False, "root": False, "stall": False, "metric": frozenset(), "slow": False, "code": "", "going_on": "",
+}  # fmt: skip
 
 #: Rungs after which the attempt starts anew.
 RESTARTS = ("evict", "reattempt", "roll_back")
@@ -269,13 +274,13 @@ def acting(fleet: Fleet, incident: Incident, rung: Rung, rule: str, nodes: tuple
 def _planned(job: Job, data: DecisionMade) -> Job:
     """A request stays while a hold stands; one that can't be met (no standby for a machine that is gone) is over."""
     if data.vetoed == "no_standby":
-        return job._replace(request="")
+        return job._replace(request="", lacking=job.request)
     stage = "held" if data.vetoed else "decided"
     plan = Plan(
         data.decision, "", job.epoch, "planned", stage, data.nodes, data.standbys,
         stop_only=job.wanted == "stopped", graceful=True,
     )  # fmt: skip
-    return job._replace(plan=plan, request=job.request if data.vetoed else "")
+    return job._replace(plan=plan, request=job.request if data.vetoed else "", lacking="")
 
 
 STAGES = {"start_attempt": "starting", "capture_stacks": "examining", "diagnose": "examining", "group_test": "examining"}
@@ -387,9 +392,7 @@ def _machine_judged(fleet: Fleet, event: Told, data: MachineJudged) -> Fleet:
         evicted=evicted, out=job.out - {data.node}, standbys=standbys,
         unfit={node: why for node, why in job.unfit.items() if node != data.node},
     )  # fmt: skip
-    if job.incident and job.incident.blocked == "no_standby":
-        job = with_incident(job, blocked="")
-    return fleet._replace(bad_serials=bad).put(job)
+    return fleet._replace(bad_serials=bad).put(more_spares(job))
 
 
 DECIDED: Mapping[type, Callable[[Fleet, Told, Any], Fleet]] = {

@@ -92,7 +92,7 @@ def out(
         veto = decision(fleet, job, incident, base, nodes=nodes, because=text, vetoed="no_standby", **what)
         if fleet.policy.decider.no_standby == "hold":
             return [veto]
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1, reason="no_standby")]
+        return [veto, *lacking(fleet, job, incident, base, text)]
     because = f"{why}; in {'its' if len(bad) == 1 else 'their'} place {', '.join(standbys[-len(bad) :])}"
     made = decision(
         fleet,
@@ -212,6 +212,12 @@ def spares_for(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> tuple[str, ...
 
 def no_standby(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
     return f"{len(nodes)} standbys are needed and {len(usable_standbys(fleet, job))} are left"
+
+
+def lacking(fleet: Fleet, job: Job, incident: Incident | None, base: Base, why: str) -> list[Fact]:
+    """A person is called for want of standbys, after the veto that says so."""
+    because = f"{why}; it goes on by itself when there are enough: keepstep standby NODE --job {job.name}"
+    return hand_over(fleet, job, incident, base, "hand_over", because, after=1, reason="no_standby")
 
 
 def still_right(fleet: Fleet, job: Job, plan: Plan) -> str:

@@ -24,8 +24,9 @@ from events.job import (
     StopRequested,
 )
 from processors import policy as policies
-from processors.decided import DECIDED, acting
+from processors.decided import DECIDED, SETTLED, acting
 from processors.examinations import METRIC, concluded
+from processors.keeping import keeping
 from processors.ladder import EXAMINED_BY
 from processors.state import (
     AILING,
@@ -39,6 +40,7 @@ from processors.state import (
     Plan,
     Told,
     Trouble,
+    more_spares,
     with_incident,
 )
 
@@ -162,9 +164,7 @@ def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
     owner = fleet.jobs.get(fleet.owners.get(data.place.node, ""))
     if owner is not None and owner is not job and data.place.node in owner.by_node and owner.wanted == "running":
         return fleet
-    job = job._replace(standbys=(*job.standbys, data.place))
-    if job.incident and job.incident.blocked == "no_standby":
-        job = with_incident(job, blocked="")
+    job = more_spares(job._replace(standbys=(*job.standbys, data.place)))
     return fleet.with_machines(data.job, (data.place,)).put(job)
 
 
@@ -190,12 +190,14 @@ def _restart(fleet: Fleet, event: Told, data: RestartRequested) -> Fleet:
     job = job._replace(next_revision=data.revision or job.next_revision)
     if data.at_next_restart:
         return fleet.put(job)
-    return fleet.put(job._replace(wanted="running", request=data.symptom, update_timer="", lapse=None, override=None))
+    return fleet.put(
+        job._replace(wanted="running", request=data.symptom, update_timer="", lapse=None, override=None, lacking="")
+    )
 
 
 def _stop(fleet: Fleet, event: Told, data: StopRequested) -> Fleet:
     job = fleet.jobs.get(data.job)
-    return fleet if job is None else fleet.put(job._replace(wanted="stopped", request="stop", override=None))
+    return fleet if job is None else fleet.put(job._replace(wanted="stopped", request="stop", override=None, lacking=""))
 
 
 def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
@@ -206,9 +208,11 @@ def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
     if data.expires_ns and fleet.now_ns > data.expires_ns:
         return fleet
     if not data.granted:
-        return fleet.put(with_incident(job._replace(plan=None), blocked="handed_over", rung="hand_over"))
-    if job.incident:
-        job = with_incident(job, **acting(fleet, job.incident, plan.rung, plan.rule, plan.nodes))
+        return fleet.put(with_incident(job._replace(plan=None), **SETTLED, blocked="handed_over", rung="hand_over"))
+    incident = job.incident
+    if incident:
+        settled = SETTLED if plan.ends_attempt else {}  # of what came while it waited, too
+        job = with_incident(job, **settled, **acting(fleet, incident, plan.rung, plan.rule, plan.nodes))
     return fleet.put(job._replace(plan=plan._replace(stage="decided", good_until_ns=data.expires_ns)))
 
 
@@ -218,7 +222,9 @@ def _override(fleet: Fleet, event: Told, data: OverrideGiven) -> Fleet:
     if job is None or (data.expires_ns and fleet.now_ns > data.expires_ns):
         return fleet
     if data.remedy == "keep":
-        return fleet.put(job._replace(kept={**job.kept, data.node: data.expires_ns}))
+        return keeping(fleet, job._replace(kept={**job.kept, data.node: data.expires_ns}), data.node)
+    if data.remedy == "evict":  # the latest word on a machine counts
+        job = job._replace(kept={node: until for node, until in job.kept.items() if node != data.node})
     return fleet.put(job._replace(override=data, override_held=False))
 
 
@@ -235,6 +241,8 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
         if job.unfit.get(data.node) == "node_silent":
             job = job._replace(unfit={key: value for key, value in job.unfit.items() if key != data.node})
         job = job._replace(silent={key: value for key, value in job.silent.items() if key != data.node})
+        if any(place.node == data.node for place in job.standbys):
+            job = more_spares(job)
     elif data.symptom == "job_hang" and event.attempt == job.attempt:
         if job.plan and job.plan.stage == "awaiting" and job.incident and not (job.incident.crashed or job.incident.named):
             job = job._replace(plan=None)  # it moves again: the restart that waits for a yes is not wanted any more

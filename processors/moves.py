@@ -17,6 +17,7 @@ from processors.decisions import (
     decision,
     evict,
     hand_over,
+    lacking,
     no_standby,
     over_for,
     spares_for,
@@ -76,11 +77,11 @@ def _requested(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     gone = with_ailing(fleet, job, job.gone, "auto") if job.wanted == "running" else ()
     standbys = spares_for(fleet, job, gone)
     if standbys is None and not held:
-        why = f"{what}, but {no_standby(fleet, job, gone)}; add standbys and ask again"
+        why = f"{what}, but {no_standby(fleet, job, gone)}"
         veto = decision(
             fleet, job, None, base, rung="planned", rule="planned", mode="auto", nodes=gone, because=why, vetoed="no_standby"
         )
-        return [veto, *hand_over(fleet, job, None, base, "hand_over", why, after=1, reason="no_standby")]
+        return [veto, *lacking(fleet, job, None, base, why)]
     facts: list[Fact] = []
     if job.incident:
         outcome = "handed_over" if job.incident.blocked == "handed_over" else "superseded"

@@ -17,6 +17,7 @@ from processors.decisions import (
     ask,
     decision,
     hand_over,
+    lacking,
     no_standby,
     out,
     restore_below,
@@ -194,7 +195,7 @@ def _restart(
         veto = decision(fleet, job, incident, base, because=text, vetoed="no_standby", **what)
         if rules.no_standby == "hold" and not fleet.held(job.name):
             return [veto]
-        return [veto, *hand_over(fleet, job, incident, base, "hand_over", text, after=1, reason="no_standby")]
+        return [veto, *lacking(fleet, job, incident, base, text)]
     made = decision(fleet, job, incident, base, because=because, standbys=standbys, **what)
     return [made, *ask(fleet, job, made, base)]
 

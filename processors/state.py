@@ -132,6 +132,8 @@ class Incident(NamedTuple):
     nodes_out: tuple[str, ...] = ()
     #: '' (open), 'held', 'no_standby' or 'handed_over': why nothing more is decided for now.
     blocked: str = ""
+    #: It was handed over for want of standbys: it goes on when there are more.
+    lacking: bool = False
     #: What was tried last, and came to nothing: the ladder goes on from there.
     last: Last = Last.NOTHING
     #: The present attempt computes wrong numbers, from this step on; is slow; died of an exception of its own code (quoted).
@@ -218,6 +220,8 @@ class Job(NamedTuple):
     ordinal: int = 0
     wanted: str = "running"
     request: str = "declared"
+    #: What was asked for and waits for standbys.
+    lacking: str = ""
     incident: Incident | None = None
     lapse: Lapse | None = None
     plan: Plan | None = None
@@ -343,6 +347,17 @@ class Fleet(NamedTuple):
 
     def put(self, job: Job) -> Fleet:
         return self._replace(jobs={**self.jobs, job.name: job})
+
+
+def more_spares(job: Job) -> Job:
+    """There may be enough standbys now for what was given up for want of them: it is decided again, by what is known now."""
+    if job.lacking and job.wanted == "running":
+        job = job._replace(request=job.request or job.lacking, lacking="")
+    incident = job.incident
+    if incident is None or not (incident.blocked == "no_standby" or incident.lacking):
+        return job
+    answered = {node: by for node, by in incident.answered.items() if by != "no_standby"}
+    return with_incident(job, blocked="", lacking=False, answered=answered)
 
 
 def with_incident(job: Job, **changes: Any) -> Job:

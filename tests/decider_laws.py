@@ -39,7 +39,7 @@ from events.registry import Malformed, parse
 from processors import policy as policies
 from processors.decider import is_own
 from processors.policy import Budget, Policy
-from processors.state import METRICS
+from processors.state import METRICS, REFUSED
 
 
 @dataclass
@@ -62,6 +62,7 @@ class JobSeen:
     wrong: tuple[int, int, int] | None = None
     #: Whether a person's choice waits to be decided.
     chosen: int = 0
+    choice: OverrideGiven | None = None
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Checker:
     intents: dict[str, IntentIssued] = field(default_factory=dict)
     old_intents: dict[str, IntentIssued] = field(default_factory=dict)
     outcomes: dict[str, OutcomeRecorded] = field(default_factory=dict)
-    evictions: list[tuple[int, str, str, str]] = field(default_factory=list)
+    evictions: list[tuple[int, str, str, str, str]] = field(default_factory=list)
     stable: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     judged: Counter[str] = field(default_factory=Counter)
     ids: set[str] = field(default_factory=set)
@@ -136,8 +137,21 @@ class Checker:
                 job.wrong = None
         elif isinstance(data, OverrideGiven) and data.job in self.jobs and data.remedy != "keep":
             self.jobs[data.job].chosen = self.last if not data.expires_ns else 0
+            self.jobs[data.job].choice = data
+        elif isinstance(data, OverrideGiven) and data.job in self.jobs:
+            self._kept(data, self.jobs[data.job])
         elif isinstance(data, StandbyAdded) and data.job in self.jobs:
             self.jobs[data.job].spares.setdefault(data.place.node, data.place)
+
+    def _kept(self, data: OverrideGiven, job: JobSeen) -> None:
+        """The latest word counts: another's choice to evict it is over, and so is an eviction of which no part was tried."""
+        if job.choice is not None and job.choice.remedy == "evict" and job.choice.node == data.node:
+            job.chosen = 0
+        keys = [key for key, i in self.intents.items() if i.job == data.job and i.node == data.node and i.verb == "evict_node"]
+        if keys and all(key in self.outcomes and self.outcomes[key].result in REFUSED for key in keys):
+            for key in keys:
+                self.old_intents[key] = self.intents.pop(key)
+            self.evictions = [e for e in self.evictions if e[1] != data.job or e[4] != data.node]
 
     def held(self, job: str) -> bool:
         return any(key in self.holds and (not self.holds[key] or self.now_ns < self.holds[key]) for key in ("", job))
@@ -289,7 +303,7 @@ class Checker:
         if made.rule == "override":
             return
         group = fact.decision if made.rule == "evict_group" and len(made.nodes) > 1 else fact.node
-        mine = (self.now_ns, fact.job, place.rack, group)
+        mine = (self.now_ns, fact.job, place.rack, group, fact.node)
         for budget, field_, machines in scopes:
             of_scope = [
                 e
