@@ -6,7 +6,7 @@
     dcgm             NVIDIA's own diagnostic, where it is installed
     all_to_all       between the ranks of this machine: content and rate
     all_gather       with the neighbours in the ring of machines: content and rate
-    ib_write_bw      the InfiniBand link to the neighbours, where the tools are installed
+    ib_write_bw      the InfiniBand link to the neighbours, where the tools are installed; after all_gather, if that is asked for
     reference_step   one step of a small model, digested, to be compared bit for bit across machines
 
 A run is described by a dict: `tests`, `within_s`, and where they apply `local_rank`, `local_size` and `local_store` (a path), `nodes`
@@ -43,6 +43,9 @@ BY_ONE_RANK = ("dcgm", "ib_write_bw")
 NOT_REPEATED = ("dcgm", "all_gather", "ib_write_bw")
 #: These take a second: one that takes so long hangs, however much time there is. KEEPSTEP_TESTS may give its own `limit_s`.
 LIMITED, LIMIT_S = ("gpu_self_test", "all_to_all", "reference_step"), 60.0
+
+#: One pair's ib_write_bw: how long it writes, and the most that is waited for the other end.
+IB_RUN_S, IB_S_MAX = 2, 30.0
 
 
 class Machine:
@@ -112,7 +115,18 @@ class Machine:
             host, port, prefix = self.store
             where = (str(host), int(port), str(prefix))
             self.ring = links.Ring(self.torch, self.nodes, self.node_rank, self.rank, where, self.left_s())
+            if self.rank == 0:  # so that none waits for one that can't
+                self.ring.tell("infiniband", "yes" if tools.has_infiniband() else "no")
         return self.ring
+
+    def wanted(self) -> Iterator[str]:
+        """The tests of a round, in order. ib_write_bw belongs to all_gather where it is installed, on this machine; asked when its turn
+        comes."""
+        for test in self.tests:
+            yield test
+            more = test == "all_gather" and "ib_write_bw" not in self.tests
+            if more and self.rank == 0 and self.ring is not None and tools.has_infiniband():
+                yield "ib_write_bw"
 
 
 class CanNotRun(Exception):
@@ -178,22 +192,26 @@ def all_gather(machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def ib_write_bw(machine: Machine) -> Iterator[dict[str, Any]]:
-    """A pair's first machine is the server. Each says first whether it can, so that none waits for one that can't."""
-    ring = machine.met()
-    mine = tools.has_infiniband()
-    port = tools.free_port() if mine else 0
-    ring.tell("ib", f"{ring.own_address()} {port}" if mine else "-")
-    if not mine:
+    """A pair's first machine is the server. Each has said whether it can, so that none waits for one that can't."""
+    if not tools.has_infiniband():
         raise CanNotRun("ib_write_bw or an InfiniBand device is not there")
+    try:
+        ring = machine.met()
+    except links.Unmet as error:
+        raise CanNotRun(str(error)) from None
+    port = tools.free_port()
+    ring.tell("ib", f"{ring.own_address()} {port}")
     least = float(machine.options.get("ib_write_bw_gbit_per_s_min", 0))
     for number, at in ring.edges():
         peer = machine.nodes[at]
-        host, _, peers_port = ring.told("ib", at, machine.left_s() / 2).partition(" ")
+        within_s = min(IB_S_MAX, machine.left_s() / 2)
+        told = ring.told("ib", at, within_s) if at in ring.here and ring.told("infiniband", at, 1.0) == "yes" else ""
+        host, _, peers_port = told.partition(" ")
         if not peers_port:
             yield {"passed": None, "detail": f"{peer} has no ib_write_bw or did not come", "peers": (peer,)}
             continue
         server = number == machine.node_rank
-        rate, said = tools.ib_write_bw("" if server else host, port if server else int(peers_port), 2, machine.left_s() / 2)
+        rate, said = tools.ib_write_bw("" if server else host, port if server else int(peers_port), IB_RUN_S, within_s)
         passed = None if rate is None else rate >= least
         detail = said or f"{rate:g} Gb/s" + ("" if passed else f", less than the {least:g} it should have")
         yield {"passed": passed, "detail": detail, "peers": (peer,), "value": rate, "unit": "Gb/s"}
@@ -292,7 +310,7 @@ def run(spec: dict[str, Any], out: int) -> None:
     while True:
         begun_s = time.monotonic()
         machine.round += 1
-        for test in machine.tests:
+        for test in machine.wanted():
             if (test in BY_ONE_RANK and machine.rank) or (test in NOT_REPEATED and machine.round > 1):
                 continue
             tell({"begun": test, **({"limit_s": limit_s} if test in LIMITED else {})})

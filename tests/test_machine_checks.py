@@ -218,6 +218,45 @@ def test_the_rate_of_an_infiniband_link_and_a_server_that_comes_late(tmp_path: P
     assert rate is None and said == "ib_write_bw ended with 1: Couldn't connect"
 
 
+RING = """
+import json, os, sys
+import torch.distributed
+from keepstep import _check_tools
+from keepstep._tester import examined
+nodes, where, tests = ["a", "b", "c"], ["127.0.0.1", _check_tools.free_port(), "p"], sys.argv[1].split(",")
+for number, node in enumerate(nodes):
+    if os.fork() == 0:
+        _check_tools.has_infiniband = lambda: node != "c"
+        answer = examined({"tests": tests, "within_s": 40, "nodes": nodes, "node_rank": number, "store": where})
+        os.write(1, json.dumps([node, answer["results"]]).encode() + b"\\n")
+        os._exit(0)
+for _ in nodes:
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("tests", ["all_gather", "all_gather,ib_write_bw"])
+def test_where_infinibands_tool_is_installed_it_is_a_part_of_the_neighbours_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tests: str
+) -> None:
+    """Of three machines two have it: theirs is the only link that it measures, and nobody waits for the third."""
+    table = " #bytes #iterations BW peak[Gb/sec] BW average[Gb/sec] MsgRate[Mpps]\\n 65536 1000 96.32 95.5 0.37"
+    tool(tmp_path, "ib_write_bw", f'echo "$@" >> {tmp_path}/asked; printf "{table}\\n"', monkeypatch)
+    begun_s = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RING, tests], env=environment, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert set(found) == {"a", "b", "c"}, done.stderr
+    own = {node: [r for r in found[node] if r["test"] == "ib_write_bw"] for node in "abc"}
+    links = {(node, r["peers"][0]): (r["passed"], r.get("value")) for node in "ab" for r in own[node]}
+    assert links == {("a", "b"): (True, 95.5), ("a", "c"): (None, None), ("b", "a"): (True, 95.5), ("b", "c"): (None, None)}
+    assert all(r["passed"] for node in "abc" for r in found[node] if r["test"] == "all_gather")
+    assert [r["passed"] for r in own["c"]] == ([None] if "ib" in tests else [])
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2 and sum(line.endswith("127.0.0.1") for line in asked) == 1, asked  # a server and a client
+    assert time.monotonic() - begun_s < 35, "somebody was waited for"
+
+
 # What is changed is put back, and that is looked at
 
 SMI = """case "$*" in
@@ -370,6 +409,7 @@ def test_this_host_is_tested_for_a_person(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = CliRunner().invoke(app, ["diagnose", "--test", "gpu_self_test", "--test", "dcgm"])
     assert done.exit_code == 0 and "passed" in done.stdout and "dcgmi is not installed" in done.stdout, done.output
+    assert "passing is no proof; of bad machines these tests find: gpu_self_test 50%" in done.stdout
     faults = tmp_path / "faults"
     faults.write_text("flip n1 64 64 64")
     for name, value in {
@@ -382,6 +422,7 @@ def test_this_host_is_tested_for_a_person(tmp_path: Path, monkeypatch: pytest.Mo
     done = CliRunner().invoke(app, ["diagnose", "--test", "gpu_self_test", "--json"])
     said = json.loads(done.stdout)
     assert done.exit_code == 1 and said["results"][0]["passed"] is False and len(said["named"]) == 1, done.output
+    assert said["rates"]["gpu_self_test"]["recall"] == 0.5 and said["rates"]["gpu_self_test"]["source"].startswith("assumed")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from infra.home import host_name
 from infra.hook_folder import hook_folder
 from infra.jetstream import JetStreamLog
 from infra.tasks import ended
-from processors.diagnosis import LINKS, RATES, found
+from processors.diagnosis import LINKS, RATES, found, rate
 
 _MARK = {True: ("passed", "green"), False: ("FAILED", "red"), None: ("could not run", "dim")}
 ANSWER_S = 30.0
@@ -83,7 +83,10 @@ def register(app: typer.Typer) -> None:
         found_ = found(results)
         if json:
             shown = [result.model_dump(mode="json") for result in results]
-            show_json({"results": shown, "named": dict(found_.named), "doubts": found_.doubts, "summary": summary})
+            rates = {name: rate(name)._asdict() for name in dict.fromkeys(result.test for result in results)}
+            show_json(
+                {"results": shown, "named": dict(found_.named), "doubts": found_.doubts, "summary": summary, "rates": rates}
+            )
         else:
             _show(results, summary, found_.named.values(), found_.doubts)
         raise typer.Exit(FOUND if any(result.passed is False for result in results) else FINE)
@@ -181,5 +184,8 @@ def _show(results: Sequence[CheckResult], summary: str, named: Iterable[str], do
             f"{result.duration_s:.2f}",
         )
     console.print(table)
-    for line in (*((summary,) if summary else ()), *named, *doubts):
+    ran = dict.fromkeys(result.test for result in results if result.passed and result.test in RATES)
+    shares = ", ".join(f"{name} {rate(name).recall:.0%}" for name in ran)
+    note = f"passing is no proof; of bad machines these tests find: {shares} (--json says how that is known)"
+    for line in (*((summary,) if summary else ()), *named, *doubts, *((note,) if ran else ())):
         put(clean(line))
