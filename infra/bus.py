@@ -8,6 +8,7 @@ takes half of the time of a replay.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,17 @@ class BusClient(Client):
             if not future.done():
                 future.set_exception(StaleConnectionError())
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """nats-py speaks plainly to a server that asks for no TLS, whatever the URL says: `tls://` is meant."""
+        await super()._process_info(info, initial_connection=initial_connection)
+        current = self._current_server
+        if initial_connection and current is not None and current.uri.scheme == "tls" and not info.get("tls_required"):
+            raise NatsError("it speaks no TLS, which tls:// asks for")
+
+    def not_permitted(self) -> str:
+        """What the server said that this key may not do; '' if nothing."""
+        return self.last_problem if "permissions violation" in self.last_problem.lower() else ""
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         take = self._takers.get(sid)
         if take is None:
@@ -94,7 +106,7 @@ async def connect(
     """Connects within `wait_s` or raises LogUnavailable. `url`: one, or those of a cluster's servers; `options`: an identity's
     (`EmbeddedServer.role_options`, `Key`, …)."""
     servers = [part for part in url.split(",") if part] if isinstance(url, str) else list(url)
-    where = ", ".join(servers)
+    where = ", ".join(re.sub(r"//[^/@]*@", "//", server) for server in servers)  # a password in it is nobody's to read
     client = BusClient()
     refused = asyncio.Event()
 

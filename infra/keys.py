@@ -17,8 +17,9 @@ from typing import Any
 
 import nkeys
 
+from events.subjects import BadName, name
 from infra.clock import entropy
-from infra.permissions import Identity, node, role, users_block
+from infra.permissions import ROLES, Identity, node, role, users_block
 
 
 class KeyProblem(Exception):
@@ -79,6 +80,19 @@ def ensure_key(folder: Path, identity: Identity) -> Key:
     except FileExistsError:  # someone made it between our look and our write: theirs stands
         pass
     return Key(identity, public_key_of(path), path)
+
+
+def keys_in(folder: Path) -> list[Key]:
+    """The keys whose seeds lie in a folder, roles before nodes; files of other names are passed over. Raises KeyProblem."""
+    found = []
+    for path in sorted(folder.glob("*.nk"), key=lambda path: (path.stem not in ROLES, path.stem)):
+        try:
+            identity = role(path.stem) if path.stem in ROLES else node(name(path.stem.removeprefix("node-")))
+        except BadName:
+            continue
+        if seed_path(folder, identity.user) == path:
+            found.append(Key(identity, public_key_of(path), path))
+    return found
 
 
 def public_key_of(seed_file: Path) -> str:

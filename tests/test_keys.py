@@ -12,10 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Expect, LogError, LogUnavailable
 from events.subjects import command, ledger, telemetry_job, telemetry_node
 from infra.bus import BusClient, connect, connect_to_store, connect_with_seed
+from infra.cli.app import app
+from infra.cli.common import Refused
 from infra.embedded import EmbeddedServer, Tls, find_binary
 from infra.jetstream import JetStreamLog, JetStreamTimers, Publisher
 from infra.keys import (
@@ -25,6 +28,7 @@ from infra.keys import (
     ensure_key,
     identity_of,
     is_loopback,
+    keys_in,
     public_key_of,
     server_configuration,
 )
@@ -58,7 +62,10 @@ async def _refused(nc: BusClient, subject: str, data: bytes = b"{}", headers: di
     before = nc.problems["Error"]
     await nc.publish(subject, data, reply=nc.new_inbox(), headers=headers)
     await nc.flush()
-    await asyncio.sleep(0.01)
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if nc.problems["Error"] > before:
+            break
     return nc.problems["Error"] > before and "permissions violation" in nc.last_problem
 
 
@@ -66,7 +73,10 @@ async def _deaf(nc: BusClient, subject: str) -> bool:
     before = nc.problems["Error"]
     await nc.subscribe(subject)
     await nc.flush()
-    await asyncio.sleep(0.01)
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if nc.problems["Error"] > before:
+            break
     return nc.problems["Error"] > before and "permissions violation for subscription" in nc.last_problem
 
 
@@ -330,6 +340,40 @@ def test_a_clusters_configuration_is_one_that_the_server_takes(tmp_path: Path) -
     said = subprocess.run([find_binary(), "-t", "-c", path], capture_output=True, text=True)
     # It reads the whole of it and stops only at the certificate that we did not give.
     assert "PEM" in said.stderr or "certificate" in said.stderr or "valid" in said.stdout + said.stderr, said.stderr
+
+
+async def test_tls_is_meant_and_a_password_is_not_said(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "bus") as server:
+        with pytest.raises(LogUnavailable, match="it speaks no TLS, which tls:// asks for"):
+            await connect(server.url.replace("nats://", "tls://"), server.role_options("admin"), wait_s=3)
+    with pytest.raises(LogUnavailable) as error:
+        await connect("nats://ann:s3cret@127.0.0.1:1", wait_s=0.5)
+    assert "s3cret" not in str(error.value) and "nats://127.0.0.1:1" in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["hold", "--reason", "x"], ["status"]])
+async def test_the_key_of_another_role_is_said_to_be_one(tmp_path: Path, words: list[str]) -> None:
+    with EmbeddedServer(tmp_path / "bus") as server:
+        nc = await connect(server.url, server.role_options("admin"))
+        await ensure_streams(nc)
+        await nc.close()
+        where = ["--url", server.url, "--key", str(tmp_path / "bus" / "keys" / "detector.nk")]
+        done = await asyncio.to_thread(CliRunner().invoke, app, [*words, *where])
+    assert isinstance(done.exception, Refused) and "this key is not the " in str(done.exception), (done.output, done.exception)
+
+
+def test_the_servers_configuration_is_of_all_keys_in_the_folder(tmp_path: Path) -> None:
+    folder, config = tmp_path / "keys", tmp_path / "nats.conf"
+    for words in ([], ["--node", "gpu-1", "--node", "a/b é"]):
+        done = CliRunner().invoke(app, ["keys", str(folder), *words, "--config", str(config), "--json"])
+        assert done.exit_code == 0, done.output
+    (folder / "other.nk").write_text("no key of ours")
+    assert [key.identity for key in keys_in(folder)] == [*map(role, sorted(ROLES)), node("a/b é"), node("gpu-1")]
+    text = config.read_text()
+    assert all(key.public_key in text for key in keys_in(folder)) and text.count("nkey:") == len(ROLES) + 2
+    (folder / "observer.nk").chmod(0o644)
+    done = CliRunner().invoke(app, ["keys", str(folder), "--node", "gpu-3", "--config", str(config)])
+    assert isinstance(done.exception, KeyProblem) and "chmod 600" in str(done.exception)
 
 
 async def test_a_seed_file_alone_is_enough_to_connect(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from nats.errors import Error as NatsError
 from rich.console import Console
 
 from events.ports import LogError, Record
@@ -98,9 +99,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def with_bus(where: Address, user: str, work: Callable[[BusClient], Coroutine[Any, Any, T]]) -> T:
+    """Raises Refused if the key that was given is not this user's, which the server tells as one refusal after another."""
     nc = await where.connect(user)
     try:
         return await work(nc)
+    except (LogError, NatsError):
+        if nc.not_permitted():
+            raise Refused(f"this key is not the {user}'s ({nc.not_permitted()}); name that with --key") from None
+        raise
     finally:
         await nc.close()
 

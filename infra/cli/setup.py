@@ -23,7 +23,7 @@ from infra.cli.common import (
     with_bus,
 )  # fmt: skip
 from infra.cli.operate import policy_text
-from infra.keys import ensure_key, identity_of, server_configuration
+from infra.keys import ensure_key, identity_of, keys_in, server_configuration
 from infra.permissions import ROLES
 from infra.pipeline import adopt
 from infra.streams import check_server, ensure_streams
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; may be repeated; none: all of them")
         ] = None,
         config: Annotated[
-            Path | None, typer.Option("--config", help="Write the server's configuration for these keys here")
+            Path | None, typer.Option("--config", help="Write the server's configuration here, for all keys of the folder")
         ] = None,
         json: JsonOption = False,
     ) -> None:
@@ -54,7 +54,8 @@ def register(app: typer.Typer) -> None:
         try:
             made = [ensure_key(folder, identity) for identity in identities]
             if config is not None:
-                config.write_text(server_configuration(made), encoding="utf-8")
+                there = {key.identity.user: key for key in (*keys_in(folder), *made)}
+                config.write_text(server_configuration(list(there.values())), encoding="utf-8")
         except OSError as error:
             raise Refused(f"{error.filename or folder}: {error.strerror}; choose a folder that you may write to") from None
         if json:
