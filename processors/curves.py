@@ -1,8 +1,9 @@
 """Loss and gradient norm: values that are no numbers, and jumps that last. A part of the detector "job". Pure.
 
-Losses differ by rank in data-parallel training, so the curve is one rank's: the lowest that gives values. What is no finite number
-counts from any rank. A trouble is told once: when it lasts (high confidence), or when it was over before that (low: recorded, and
-nothing is stopped for it). Skipped updates are no steps here.
+Losses differ by rank in data-parallel training, so a curve is one rank's: the lowest that gives its values (voices.py), which of the
+loss may be another than of the norm: in a pipeline only the last stage has one. What is no finite number counts from any rank. A trouble
+is told once: when it lasts (high confidence), or when it was over before that (low: recorded, and nothing is stopped for it). Skipped
+updates are no steps here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from events.training import RankExit, RankStarted, StepSample, TrainingProgress
 from processors import policy
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.ranks import RANKS_MAX
+from processors.voices import Voice, told
 
 #: How events call what a script tells.
 METRIC = {"loss": "loss", "gradient norm": "grad_norm"}
+#: A ratio above it says no more.
+RATIO_MAX = 1e9
 #: Ranks that are named as the first to have shown a value that is no number.
 NAMED_MAX = 8
 
 
 class Jump(NamedTuple):
-    """Steps from `bad_step` on of which some jump. `loss`, `norm`: how many did, and the highest ratios to the median; `calm`: steps on
+    """Steps from `bad_step` on of which some jump. `loss`, `norm`: how many did, and the highest ratios to the median; `*_calm`: steps on
     end that did not."""
 
     bad_step: int
@@ -38,13 +42,18 @@ class Jump(NamedTuple):
     norm: int = 0
     loss_peak: float = 0.0
     norm_peak: float = 0.0
-    calm: int = 0
+    loss_calm: int = 0
+    norm_calm: int = 0
     told: bool = False
+
+    def over(self, steps: int) -> bool:
+        """Whether each curve that jumped was calm for so many steps."""
+        return (not self.loss or self.loss_calm >= steps) and (not self.norm or self.norm_calm >= steps)
 
 
 class NotANumber(NamedTuple):
-    """Steps from `bad_step` to `last_step` whose value is no finite number. `ranks`: which showed it at the first, as far as they were
-    heard; `elsewhere`: another rank showed it at a later one, so it had a number at the first."""
+    """Steps from `bad_step` to `last_step`, of which `steps` were seen whose value is no finite number. `ranks`: which showed it at the
+    first, as far as they were heard; `elsewhere`: another rank had a number at the first: it showed one then or later, or none only later."""
 
     bad_step: int
     cause: str
@@ -53,20 +62,30 @@ class NotANumber(NamedTuple):
     ranks: tuple[int, ...]
     elsewhere: bool = False
     told: bool = False
+    steps: int = 1
+
+
+class Said(NamedTuple):
+    """When a trouble that did not last was told, and how many since were not."""
+
+    told_ns: int = 0
+    unsaid: int = 0
 
 
 class CurvesState(NamedTuple):
-    """`voice`: the rank whose curve is followed, `step` its last step here. `losses`, `norms`: the last good values, oldest first.
-    `grace_step`: jumps count from this step on, -1 until the attempt's first. `loss_step`, `norm_step`: where the last trouble
-    with values that are no numbers was over: what is told of steps before is told late. `unsaid`: troubles that did not last and were not told."""
+    """`loss`, `norm`: whose curves are followed. `losses`, `norms`: the last good values, oldest first. `grace_step`: jumps count from this
+    step on, -1 until the attempt's first; `changed_step`: the last that the script told a change of. `loss_step`, `norm_step`: where the
+    last trouble with values that are no numbers was over: what is told of steps before is told late. `unsaid`: jumps that did not last and
+    were not told; `loss_said`, `norm_said`: the same of values that are no numbers."""
 
     job: str = ""
     attempt: int = -1
-    voice: int = -1
-    step: int = -1
+    loss: Voice = Voice()
+    norm: Voice = Voice()
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     grace_step: int = -1
+    changed_step: int = -1
     jump: Jump | None = None
     nan_loss: NotANumber | None = None
     nan_norm: NotANumber | None = None
@@ -74,13 +93,15 @@ class CurvesState(NamedTuple):
     norm_step: int = -1
     told_ns: int = 0
     unsaid: int = 0
+    loss_said: Said = Said()
+    norm_said: Said = Said()
 
 
 _ADAPTER: TypeAdapter[CurvesState] = TypeAdapter(CurvesState)
 
 
 class CurvesHealth:
-    """`curves` of the settings."""
+    """`curves` and `voice_silence_s` of the settings."""
 
     name = "curves"
     reads: frozenset[type[Fact]] | None = frozenset((TrainingProgress, RankStarted, RankExit))
@@ -92,10 +113,11 @@ class CurvesHealth:
         return CurvesState(key)
 
     def dump(self, state: CurvesState) -> Any:
-        return _ADAPTER.dump_python(state, mode="json")
+        return dict(zip(state._fields, _ADAPTER.dump_python(state, mode="json"), strict=True))
 
     def load(self, key: str, value: Any) -> CurvesState:
-        return _ADAPTER.validate_python(value)
+        """What an earlier version stored without names is learned anew."""
+        return _ADAPTER.validate_python(value) if isinstance(value, dict) else CurvesState(key)
 
     def detect(self, state: CurvesState, clock: PartitionClock, seen: Seen) -> tuple[CurvesState, tuple[Claim, ...]]:
         data = seen.event.data
@@ -110,47 +132,59 @@ class CurvesHealth:
         if attempt > state.attempt:
             state = _over(state, seen, rules, claims, "the attempt ended")
             state = CurvesState(
-                state.job, attempt, -1, -1, state.losses, state.norms, told_ns=state.told_ns, unsaid=state.unsaid
-            )
+                state.job, attempt, losses=state.losses, norms=state.norms, told_ns=state.told_ns, unsaid=state.unsaid,
+                loss_said=state.loss_said, norm_said=state.norm_said,
+            )  # fmt: skip
         if kind is TrainingProgress:
             for sample in data.samples:
-                state = _sample(state, seen, rules, sample, data.rank, claims)
+                state = _sample(state, seen, clock.settings, sample, data.rank, claims)
         elif kind is RankExit and not data.asked and (data.code or data.signal):
             state = _exit(state, seen, claims)
         return state, tuple(claims)
 
 
 def _sample(
-    state: CurvesState, seen: Seen, rules: policy.Curves, sample: StepSample, rank: int, claims: list[Claim]
+    state: CurvesState, seen: Seen, settings: policy.Detectors, sample: StepSample, rank: int, claims: list[Claim]
 ) -> CurvesState:
-    loss, norm = sample.loss, sample.grad_norm
+    rules, loss, norm = settings.curves, sample.loss, sample.grad_norm
+    if sample.changed:  # also with a step that was skipped, or whose values nobody logs
+        state = _changed(state, seen, rules, sample, claims)
     if sample.skipped or (loss is None and norm is None):
         return state
     if loss is not None and (state.nan_loss or (not isfinite(loss) and sample.step >= state.loss_step)):
-        after = _number(state.nan_loss, seen, sample.step, rank, isfinite(loss), "loss", rules.nan_steps, claims)
+        state, after = _number(state, state.nan_loss, seen, rules, sample.step, rank, isfinite(loss), "loss", claims)
         state = state._replace(nan_loss=after, loss_step=state.loss_step if after else sample.step)
     if norm is not None and (state.nan_norm or (not isfinite(norm) and sample.step >= state.norm_step)):
-        steps = rules.nan_grad_norm_steps
-        after = _number(state.nan_norm, seen, sample.step, rank, isfinite(norm), "gradient norm", steps, claims)
+        state, after = _number(state, state.nan_norm, seen, rules, sample.step, rank, isfinite(norm), "gradient norm", claims)
         state = state._replace(nan_norm=after, norm_step=state.norm_step if after else sample.step)
-    if 0 <= state.voice < rank:
-        return state
-    if sample.step <= state.step:
-        return state if state.voice == rank else state._replace(voice=rank)
-    if state.voice < 0 or sample.changed:
-        state = _anew(state, seen, rules, sample, claims)
-    state = state._replace(voice=rank, step=sample.step)
-    return _value(state, seen, rules, sample.step, loss, norm, claims)
+    silence_ns = int(settings.voice_silence_s * NS)
+    begins = False
+    if loss is not None:
+        voice, follows = told(state.loss, rank, sample.step, seen.seen_ns, silence_ns)
+        begins, loss = follows and state.loss.rank < 0, loss if follows else None
+        state = state if voice == state.loss else state._replace(loss=voice)
+    if norm is not None:
+        voice, follows = told(state.norm, rank, sample.step, seen.seen_ns, silence_ns)
+        begins, norm = begins or (follows and state.norm.rank < 0), norm if follows else None
+        state = state if voice == state.norm else state._replace(norm=voice)
+    if begins:
+        state = _begun(state, rules, sample.step)
+    return state if loss is None and norm is None else _value(state, seen, rules, sample.step, loss, norm, claims)
 
 
-def _anew(state: CurvesState, seen: Seen, rules: policy.Curves, sample: StepSample, claims: list[Claim]) -> CurvesState:
-    """The curve begins, or begins anew, with this step: grace, and after a change nothing of before counts."""
-    if sample.changed:
-        state = _over(state, seen, rules, claims, f"the script changed its {sample.changed}")
+def _changed(state: CurvesState, seen: Seen, rules: policy.Curves, sample: StepSample, claims: list[Claim]) -> CurvesState:
+    """What the script says it changed with a step, whichever rank says so: nothing of before counts, and jumps have grace."""
+    if sample.step <= max(state.changed_step, max(state.loss.step, state.norm.step) - rules.grace_steps):
+        return state  # told by another rank, or long ago
+    state = _over(state, seen, rules, claims, f"the script changed its {sample.changed}")
+    return state._replace(losses=(), norms=(), changed_step=sample.step, grace_step=sample.step + rules.grace_steps)
+
+
+def _begun(state: CurvesState, rules: policy.Curves, step: int) -> CurvesState:
+    """A curve begins with this step, of a start or a restore: grace."""
+    if step < rules.warmup_steps:
         state = state._replace(losses=(), norms=())
-    elif sample.step < rules.warmup_steps:
-        state = state._replace(losses=(), norms=())
-    return state._replace(grace_step=sample.step + rules.grace_steps)
+    return state._replace(grace_step=max(state.grace_step, step + rules.grace_steps))
 
 
 # --- jumps --------------------------------------------------------------------------------------------------------------------
@@ -164,18 +198,21 @@ def _value(
     norms, norm_ratio = _held(state.norms, norm, rules, judged)
     state = state._replace(losses=losses, norms=norms)
     jump = state.jump
-    if not (loss_ratio or norm_ratio):
-        if jump is None:
-            return state
-        jump = jump._replace(calm=jump.calm + 1)
-        if jump.calm < rules.calm_steps:
-            return state._replace(jump=jump)
-        return _jump_over(state, seen, rules, jump, claims, f"{jump.calm} steps without")
+    if jump is None and not (loss_ratio or norm_ratio):
+        return state
     jump = jump or Jump(step, seen.event.id)
-    jump = jump._replace(
-        last_step=step, loss=jump.loss + bool(loss_ratio), norm=jump.norm + bool(norm_ratio), calm=0,
-        loss_peak=max(jump.loss_peak, loss_ratio), norm_peak=max(jump.norm_peak, norm_ratio),
-    )  # fmt: skip
+    if loss_ratio or norm_ratio:
+        jump = jump._replace(bad_step=min(jump.bad_step, step), last_step=max(jump.last_step, step))
+    if loss is not None:
+        jump = jump._replace(
+            loss=jump.loss + bool(loss_ratio), loss_peak=max(jump.loss_peak, loss_ratio), loss_calm=0 if loss_ratio else jump.loss_calm + 1
+        )  # fmt: skip
+    if norm is not None:
+        jump = jump._replace(
+            norm=jump.norm + bool(norm_ratio), norm_peak=max(jump.norm_peak, norm_ratio), norm_calm=0 if norm_ratio else jump.norm_calm + 1
+        )  # fmt: skip
+    if jump.over(rules.calm_steps):
+        return _jump_over(state, seen, rules, jump, claims, f"{rules.calm_steps} steps without")
     if not jump.told and (jump.loss >= rules.loss_steps or jump.norm >= rules.grad_norm_steps):
         text = f"{_words(jump)}, and it lasts"
         _claim(claims, state, seen, "loss_spike", "high", "curve_jump", text, jump.bad_step, step, jump.cause)
@@ -195,7 +232,7 @@ def _held(
         if middle > 0 and value > rules.jump_ratio * middle:
             spread = median([abs(one - middle) for one in values])
             if value - middle > rules.spread_factor * spread:
-                return values, value / middle
+                return values, min(value / middle, RATIO_MAX)
     return (*values, value)[-rules.window_steps :], 0.0
 
 
@@ -235,31 +272,51 @@ def _words(jump: Jump) -> str:
 
 
 def _number(
-    bad: NotANumber | None, seen: Seen, step: int, rank: int, finite: bool, what: str, lasts: int, claims: list[Claim]
-) -> NotANumber | None:
-    """One value of one rank: no number, or the finite one that ends a trouble."""
+    state: CurvesState, bad: NotANumber | None, seen: Seen, rules: policy.Curves, step: int, rank: int, finite: bool, what: str,
+    claims: list[Claim],
+) -> tuple[CurvesState, NotANumber | None]:  # fmt: skip
+    """One value of one rank: no number, or a finite one, which ends a trouble if the rank is one that showed it. Of others it does so
+    only after some steps: one rank's loss may be none, step after step, beside those that have one."""
     if finite:
-        if bad is None or step <= bad.last_step:
-            return bad
+        if bad is None:
+            return state, None
+        if step <= bad.last_step or (rank not in bad.ranks and step <= bad.last_step + rules.calm_steps):
+            seen_elsewhere = rank not in bad.ranks and step >= bad.bad_step
+            return state, bad._replace(elsewhere=True) if seen_elsewhere and not bad.elsewhere else bad
         if bad.told:
-            said = f"the {what} is a number again at step {step}"
-            claims.append(_cleared(seen, "nan_value", said, METRIC[what]))
-        else:
-            text = f"{_not_a_number(bad, what)}; at step {step} it is one again"
-            claims.append(_nan(seen, bad, "low", "not_a_number_once", text, what))
-        return None
+            claims.append(_cleared(seen, "nan_value", f"the {what} is a number again at step {step}", METRIC[what]))
+            return state, None
+        return _passed(state, seen, rules, bad, what, f"at step {step} it is one again", claims), None
     if bad is None:
         bad = NotANumber(step, seen.event.id, step, seen.node, (rank,))
     elif step > bad.bad_step:
-        bad = bad._replace(last_step=max(bad.last_step, step), elsewhere=bad.elsewhere or rank not in bad.ranks)
+        bad = bad._replace(
+            last_step=max(bad.last_step, step), elsewhere=bad.elsewhere or rank not in bad.ranks, steps=bad.steps + (step > bad.last_step)
+        )  # fmt: skip
     elif step < bad.bad_step and not bad.told:  # heard later, and earlier in steps
-        bad = NotANumber(step, seen.event.id, bad.last_step, seen.node, (rank,), bad.elsewhere or rank not in bad.ranks)
+        elsewhere = bad.elsewhere or rank not in bad.ranks
+        bad = NotANumber(step, seen.event.id, bad.last_step, seen.node, (rank,), elsewhere, steps=bad.steps + 1)
     elif step == bad.bad_step and rank not in bad.ranks and len(bad.ranks) < NAMED_MAX:
         bad = bad._replace(ranks=(*bad.ranks, rank))
-    if not bad.told and bad.last_step - bad.bad_step + 1 >= lasts:
+    if not bad.told and bad.steps >= (rules.nan_steps if what == "loss" else rules.nan_grad_norm_steps):
         claims.append(_nan(seen, bad, "high", "not_a_number", f"{_not_a_number(bad, what)}, and it lasts", what))
         bad = bad._replace(told=True)
-    return bad
+    return state, bad
+
+
+def _passed(
+    state: CurvesState, seen: Seen, rules: policy.Curves, bad: NotANumber, what: str, then: str, claims: list[Claim]
+) -> CurvesState:
+    """A trouble with no numbers that did not last: told, but not more often than once in a while."""
+    said = state.loss_said if what == "loss" else state.norm_said
+    if said.told_ns and seen.time_ns - said.told_ns < int(rules.told_every_s * NS):
+        after = said._replace(unsaid=said.unsaid + 1)
+    else:
+        after = Said(seen.time_ns)
+        more = f"; and {said.unsaid} times more since it was last told" if said.unsaid else ""
+        claim = _nan(seen, bad, "low", "not_a_number_once", f"{_not_a_number(bad, what)}; {then}{more}", what)
+        claims.append(Claim(state.job, state.attempt, claim.fact, claim.causes))
+    return state._replace(loss_said=after) if what == "loss" else state._replace(norm_said=after)
 
 
 def _not_a_number(bad: NotANumber, what: str) -> str:
@@ -299,8 +356,7 @@ def _over(state: CurvesState, seen: Seen, rules: policy.Curves, claims: list[Cla
         state = _jump_over(state, seen, rules, state.jump, claims, why)
     for bad, what in ((state.nan_loss, "loss"), (state.nan_norm, "gradient norm")):
         if bad is not None and not bad.told:
-            claim = _nan(seen, bad, "low", "not_a_number_once", f"{_not_a_number(bad, what)}; then {why}", what)
-            claims.append(Claim(state.job, state.attempt, claim.fact, claim.causes))
+            state = _passed(state, seen, rules, bad, what, f"then {why}", claims)
         elif bad is not None:
             _clear(claims, state, seen, "nan_value", why, METRIC[what])
     return state._replace(nan_loss=None, nan_norm=None)

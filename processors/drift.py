@@ -192,6 +192,8 @@ def differences(state: DriftState, clock: PartitionClock) -> Iterator[tuple[Diff
             if group in groups[place]:
                 value = tables[place].get(name, "")
                 counts[value] = counts.get(value, 0) + count
+        if not counts:  # a value of a group that nobody says to have
+            continue
         of = sum(counts.values())
         expected, agree = max(sorted(counts.items()), key=lambda item: item[1])
         if len(counts) < 2 or of < limits.nodes_min or agree < limits.majority_min * of:

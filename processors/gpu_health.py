@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from events.clock import NS
-from events.envelope import Fact
+from events.envelope import NAME_MAX, Fact
 from events.gpu import GPUS_MAX, Gpu, GpuSample, GpuWatch, GpuXid
 from events.hardware import KernelLog
 from events.incident import Confidence, Signal, SignalCleared, Symptom
@@ -66,6 +66,8 @@ class GpuHealth:
             if not any("Xid" in record.text for record in data.records):
                 return state, ()
             return _Fold(state, clock, seen).kernel(data)
+        if type(data) is not GpuXid and seen.seen_ns < state.seen_ns:
+            return state, ()  # overtaken: counters that fall back are no new driver, and an old answer is none now
         fold = _Fold(state, clock, seen)
         if type(data) is GpuSample:
             return fold.sample(data)
@@ -89,7 +91,11 @@ class _Fold:
         for symptom in sorted(self.ended - standing):
             text = "no GPU of this node shows it any more"
             self._claim(SignalCleared(symptom=symptom, node=self.seen.node, seen_ns=self.seen.seen_ns, evidence=text))
-        return (self.state if state == self.state else state), tuple(self.claims)
+        if state == self.state:
+            return self.state, tuple(self.claims)
+        if type(self.seen.event.data) in (GpuSample, GpuWatch):
+            state = state._replace(seen_ns=self.seen.seen_ns)
+        return state, tuple(self.claims)
 
     def _claim(self, fact: Fact) -> None:
         event = self.seen.event
@@ -98,7 +104,7 @@ class _Fold:
     def _signal(self, symptom: Symptom, confidence: Confidence, rule: str, device: str, text: str) -> None:
         self._claim(
             Signal(
-                symptom=symptom, node=self.seen.node, device=device, confidence=confidence, rule=rule, evidence=quote(text),
+                symptom=symptom, node=self.seen.node, device=device[:NAME_MAX], confidence=confidence, rule=rule, evidence=quote(text),
                 seen_ns=self.seen.seen_ns,
             )
         )  # fmt: skip
@@ -163,7 +169,7 @@ class _Fold:
                 views.append(self._present(view, gpu, grace, rebooted, data.interval_s))
         views += [self._present(View(key), gpu, grace, True, data.interval_s) for key, gpu in sorted(there.items())]
         views += self._never_seen(data, views)
-        return self.done(GpuState(state.node, boot, tuple(views[:GPUS_MAX]), runs, 0, state.xids))
+        return self.done(GpuState(state.node, boot, tuple(views[:GPUS_MAX]), runs, 0, state.xids, state.seen_ns))
 
     def _expected(self, there: dict[str, Gpu], data: GpuSample, rebooted: bool) -> list[View]:
         """The GPUs that should be there. As many as before after a reboot, but others: cards were changed. One that was only known by
@@ -206,7 +212,7 @@ class _Fold:
         """`rebooted`: its counters begin anew."""
         links = () if rebooted else view.links
         active = frozenset(gpu.links_active or ())
-        crc = sum(one.crc for one in gpu.link_errors)
+        crc = min(sum(one.crc for one in gpu.link_errors), 1 << 63)  # a larger number is nonsense, and no float could hold it
         errors = sum(one.replays + one.recoveries + one.fatal for one in gpu.link_errors)
         compare = not rebooted and view.link_errors >= 0
         grown = Grown(

@@ -54,7 +54,8 @@ class Xid(NamedTuple):
 
 
 class GpuState(NamedTuple):
-    """`boot`: that of the last sample. `runs`: of the node as a whole. `misses`: questions on end that were not answered."""
+    """`boot`: that of the last sample. `runs`: of the node as a whole. `misses`: questions on end that were not answered.
+    `seen_ns`: when the last word that changed anything here was seen; what is older is of before."""
 
     node: str = ""
     boot: str = ""
@@ -62,3 +63,4 @@ class GpuState(NamedTuple):
     runs: tuple[Run, ...] = ()
     misses: int = 0
     xids: tuple[Xid, ...] = ()
+    seen_ns: int = 0

@@ -19,6 +19,8 @@ from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.policy import Host
 
 GIB = 1 << 30
+#: What is counted here is below it; a larger number is nonsense, and no float could hold it.
+COUNT_MAX = 1 << 63
 #: The size limit counts on file systems of at least so many times as much.
 SIZE_FACTOR = 50
 #: What was claimed for lack of room is over with so many times the limit.
@@ -179,12 +181,13 @@ def _folder(folder: Folder, limits: Host, young: bool, holds: Holds) -> Iterator
         yield Trouble("fs_mount", "folder_failed", folder.path, text, "high" if sure else "low")
     elif folder.read_only and folder.was_writable:
         yield Trouble("fs_mount", "folder_read_only", folder.path, f"{place} was writable and is mounted read-only now")
-    if folder.read_only or folder.total_bytes <= 0:
+    total = min(folder.total_bytes, COUNT_MAX)
+    if folder.read_only or total <= 0:
         return
     factor = CLEAR_FACTOR if holds(("folder_full", folder.path)) else 1.0
     least = limits.disk_free_gib_min * GIB
-    short = folder.free_bytes < limits.disk_free_share_min * factor * folder.total_bytes
-    short = short or (folder.total_bytes >= SIZE_FACTOR * least and folder.free_bytes < least * factor)
+    short = folder.free_bytes < limits.disk_free_share_min * factor * total
+    short = short or (total >= SIZE_FACTOR * least and folder.free_bytes < least * factor)
     if short:
         text = f"{place} has {_size(folder.free_bytes)} of {_size(folder.total_bytes)} free"
         yield Trouble("disk_space", "folder_full", folder.path, text)
@@ -205,7 +208,7 @@ def _busy(data: HostSample, limits: Host) -> bool:
         return False
     if data.cpu_pressure is not None:
         return data.cpu_pressure >= limits.cpu_pressure_max
-    return data.load1 is not None and data.load1 >= limits.load_per_cpu_max * data.cpus
+    return data.load1 is not None and data.load1 >= limits.load_per_cpu_max * min(data.cpus, COUNT_MAX)
 
 
 # --- what happens, and what is not known --------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def _kills(state: HostState, seen: Seen, data: HostSample, limits: Host, claims:
     signal = Signal(
         symptom="host_oom",
         node=state.node,
-        rank=data.ranks_ended[0] if len(data.ranks_ended) == 1 else -1,
+        rank=max(-1, data.ranks_ended[0]) if len(data.ranks_ended) == 1 else -1,
         confidence="low",
         rule="oom_kill",
         evidence=quote(text),
@@ -275,6 +278,7 @@ def _last_boot(seen: Seen, data: LastBoot) -> tuple[Claim, ...]:
 
 
 def _size(count: float) -> str:
+    count = max(-COUNT_MAX, min(count, COUNT_MAX))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -27,6 +27,8 @@ from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, 
 from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer
 
 CAUSES_MAX = 16
+#: No node's links carry more bytes a second; a larger number is nonsense.
+RATE_MAX = 1e15
 #: Ranks of whose logs the last line of note is kept, and how much of it.
 WORDS_MAX, WORD_BYTES = 16, 300
 #: So many times `healthy_steps` make an attempt healthy though some ranks tell of no steps (scripts that only report on rank 0).
@@ -254,12 +256,14 @@ def _noted(state: JobState, clock: PartitionClock, seen: Seen, claims: list[Clai
 
 def _traffic(state: JobState, clock: PartitionClock, seen: Seen, data: LinkTraffic) -> JobState:
     """What a node's links carried, if nothing moved since before: while a job trains there is nothing to learn from it."""
-    if seen.seen_ns - int(data.period_s * NS) < state.moved_ns:
+    if seen.seen_ns - data.period_s * NS < state.moved_ns:
         return state
     idle = tuple(node for node in state.traffic.idle if node != seen.node)
     if data.bytes_per_s <= clock.settings.hang.idle_bytes_per_s:
         return state._replace(traffic=state.traffic._replace(idle=(*idle, seen.node)[:RANKS_MAX]))
-    return state._replace(traffic=Traffic(idle, max(seen.seen_ns, state.traffic.carried_ns), data.bytes_per_s, seen.node))
+    return state._replace(
+        traffic=Traffic(idle, max(seen.seen_ns, state.traffic.carried_ns), min(data.bytes_per_s, RATE_MAX), seen.node)
+    )
 
 
 def _words(state: JobState, data: RankLog) -> JobState:

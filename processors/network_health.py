@@ -23,6 +23,8 @@ from processors.policy import Network
 VIEWS_MAX = 64
 #: Times kept of a link's downs; what a policy may ask for.
 DOWNS_MAX = 16
+#: Counters are of 64 bits; a larger number is nonsense, and no float could hold it.
+COUNT_MAX = 1 << 63
 #: A link that flaps on is told down so often within the window, then only as one that flaps.
 DOWN_TOLD_MAX = 4
 HOUR_NS = 3600 * NS
@@ -78,6 +80,8 @@ class LinkView(NamedTuple):
     symbols: int = 0
     missed: int = 0
     by_hand: bool = False
+    #: When what is known of its state was seen.
+    seen_ns: int = 0
 
     @property
     def idle(self) -> bool:
@@ -119,6 +123,13 @@ class NetworkHealth:
 def _changed(state: NetworkState, rules: Network, seen: Seen, data: LinkChanged) -> tuple[NetworkState, tuple[Claim, ...]]:
     claims: list[Claim] = []
     view = _view(state, data.device)
+    if seen.seen_ns < view.seen_ns:  # overtaken: how often it went down counts, how it stands is known better
+        if data.downs and data.state != "moved" and data.since_boot_s >= rules.boot_grace_s:
+            stands = "down" if view.down_ns else "up"
+            view = _went(view, rules, seen, stands, data.downs, f"{_how(data)} (told late)", claims)
+        after = _put(state, view, view)
+        return after, tuple(claims)
+    view = view._replace(seen_ns=seen.seen_ns)
     if data.state == "moved":
         after = _put(state, view, None)
         return after, _cleared(state, after, seen, f"{data.device} was moved to another network name space")
@@ -149,14 +160,14 @@ def _how(data: LinkChanged) -> str:
 def _went(view: LinkView, rules: Network, seen: Seen, link_state: str, times: int, how: str, claims: list[Claim]) -> LinkView:
     """The link is up or down now, and went down `times` since it was last told of."""
     now_ns, window_ns = seen.seen_ns, int(rules.flap_window_s * NS)
-    downs = tuple(at for at in view.downs if 0 <= now_ns - at < window_ns)
-    downs = (*downs, *(now_ns,) * min(times, DOWNS_MAX))[-DOWNS_MAX:]
+    downs = tuple(at for at in view.downs if abs(now_ns - at) < window_ns)
+    downs = tuple(sorted((*downs, *(now_ns,) * min(times, DOWNS_MAX))))[-DOWNS_MAX:]
     down = link_state != "up"
     if (times or (down and not view.told)) and (len(downs) <= DOWN_TOLD_MAX or not times):
         claims.append(_signal(seen, "nic_down", view.device, "low", "link_down", how, max(1, times)))
         view = view._replace(told=True)
     view = view._replace(downs=downs, down_ns=(view.down_ns or now_ns) if down else 0)
-    flapped_before = view.flap_ns and 0 <= now_ns - view.flap_ns < window_ns
+    flapped_before = view.flap_ns and abs(now_ns - view.flap_ns) < window_ns
     if times and len(downs) >= rules.flap_count and not flapped_before:
         text = (
             f"{view.device} went down {len(downs)} times within {rules.flap_window_s:g} s (limit {rules.flap_count}): "
@@ -173,11 +184,14 @@ def _sampled(state: NetworkState, rules: Network, seen: Seen, data: NicSample) -
     after: list[LinkView] = []
     for link in data.links:
         view = known.get(link.device)
+        if view is not None and seen.seen_ns < view.seen_ns:  # overtaken
+            after.append(view)
+            continue
         if view is None:
             if link.state == "up" and not link.counted and link.rate_mbps >= link.rate_full_mbps:
                 continue
             view = LinkView(link.device)
-        view = _of_sample(view, rules, seen, data, link, claims)
+        view = _of_sample(view._replace(seen_ns=seen.seen_ns), rules, seen, data, link, claims)
         if not view.idle and len(after) < VIEWS_MAX:
             after.append(view)
     settled = tuple(after)
@@ -221,7 +235,7 @@ def _errors(view: LinkView, rules: Network, seen: Seen, period_s: float, link: L
     view = _hour(view, now_ns, rises.get("symbol_error", 0))
     found: dict[str, str] = {}
     for limit in LIMITS:
-        count = sum(rises.get(name, 0) for name in limit.counters)
+        count = max(0, min(sum(rises.get(name, 0) for name in limit.counters), COUNT_MAX))
         if limit.per_s == 3600:
             count = view.symbols
         if not count:
@@ -232,8 +246,9 @@ def _errors(view: LinkView, rules: Network, seen: Seen, period_s: float, link: L
             unit = {0: "", 1: " a second", 60: " a minute", 3600: " within the hour"}[limit.per_s]
             names = " + ".join(name for name in limit.counters if name in rises) or limit.counters[0]
             found[limit.rule] = f"{link.device}: {names} rose by {rate:.6g}{unit}, limit {most:g}"
-    if 0 < link.rate_mbps < link.rate_full_mbps * rules.rate_share_min:
-        found[SLOW] = f"{link.device} runs at {link.rate_mbps / 1000:g} Gb/s of {link.rate_full_mbps / 1000:g}"
+    runs, full = min(link.rate_mbps, COUNT_MAX), min(link.rate_full_mbps, COUNT_MAX)
+    if 0 < runs < full * rules.rate_share_min:
+        found[SLOW] = f"{link.device} runs at {runs / 1000:g} Gb/s of {full / 1000:g}"
     kept: list[Over] = []
     for known in view.over:
         if known.rule in found:
@@ -256,7 +271,7 @@ def _hour(view: LinkView, now_ns: int, symbols: int) -> LinkView:
         view = view._replace(symbols=0, symbols_ns=0)
     if not symbols:
         return view
-    return view._replace(symbols=view.symbols + symbols, symbols_ns=view.symbols_ns or now_ns)
+    return view._replace(symbols=max(0, min(view.symbols + symbols, COUNT_MAX)), symbols_ns=view.symbols_ns or now_ns)
 
 
 # --- claims -------------------------------------------------------------------------------------------------------------------

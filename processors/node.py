@@ -6,8 +6,8 @@ it to `node_detector`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from events.envelope import Fact
 from processors.catalogue import Catalogue
@@ -33,14 +33,27 @@ class Part(Protocol):
     def load(self, key: str, value: Any) -> Any: ...
 
 
+@runtime_checkable
+class Knows(Protocol):
+    """A part that knows which observations came before."""
+
+    def repeats(self, state: Any, seen: Seen) -> bool: ...
+
+
 class NodeDetector:
-    """All parts as one. The state is a tuple, a part's at its place; a part that has nothing to say yet has None."""
+    """All parts as one. The state is a tuple, a part's at its place; a part that has nothing to say yet has None. What came before by
+    the word of a part that knows (`repeats`) is shown to that part alone: two words of one event are no two events."""
 
     name = "node"
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         self._everywhere = tuple(i for i, part in enumerate(parts) if part.reads is None)
+        self._knows: int
+        self._repeats: Callable[[Any, Seen], bool] | None
+        self._knows, self._repeats = next(
+            ((i, part.repeats) for i, part in enumerate(parts) if isinstance(part, Knows)), (-1, None)
+        )
         kinds = {kind for part in parts if part.reads is not None for kind in part.reads}
         self._readers = {
             kind: tuple(i for i, part in enumerate(parts) if part.reads is None or kind in part.reads) for kind in kinds
@@ -55,7 +68,11 @@ class NodeDetector:
     def detect(self, state: State, clock: PartitionClock, seen: Seen) -> tuple[State, tuple[Claim, ...]]:
         said: tuple[Claim, ...] = ()
         after = state
-        for i in self._readers.get(type(seen.event.data), self._everywhere):
+        readers = self._readers.get(type(seen.event.data), self._everywhere)
+        knows = self._knows
+        if self._repeats and len(readers) > 1 and seen.node and self._repeats(state[knows], seen):
+            readers = (knows,)
+        for i in readers:
             own, claims = self.parts[i].detect(after[i], clock, seen)
             if own is not after[i]:
                 after = (*after[:i], own, *after[i + 1 :])

@@ -114,6 +114,10 @@ class NodeHealth:
     def load(self, key: str, value: Any) -> NodeState:
         return _ADAPTER.validate_python(value)
 
+    def repeats(self, state: NodeState, seen: Seen) -> bool:
+        """Whether an observation came before: publishers whose acknowledgement was lost send again."""
+        return advanced(state.numbers, seen.event.source, seen.event.number, seen.time_ns) is None
+
     def detect(self, state: NodeState, clock: PartitionClock, seen: Seen) -> tuple[NodeState, tuple[Claim, ...]]:
         event = seen.event
         data = event.data

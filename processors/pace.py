@@ -9,6 +9,7 @@ does not move the median. The hook leaves out what it spent in other phases.
 
 from __future__ import annotations
 
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from events.training import RankExit, RankStarted, StepSample, TrainingProgress
 from processors import policy
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.ranks import CHUNK, RANKS_MAX, ByRank, each, get, put
+from processors.voices import Voice, told
 
+#: No step, and no rank's own work, takes longer or less (s); no step has more tokens. What is beyond is nonsense, and says nothing.
+LONGEST_S, SHORTEST_S, TOKENS_MAX = 1e7, 1e-7, 1 << 50
+#: What a speed may be in, the best first; and the steps on end that lack it, after which the next best does (scripts tell some values
+#: only when they log).
+KINDS = ("MFU", "tokens a second and rank", "steps a second")
+LACKS_MAX = 64
 #: Of two, nobody can tell which is the slow one.
 PEERS_MIN = 3
 #: Rounds in which it is learned how a rank's work compares with its peers' by its place in the model, and how fast that follows later.
@@ -57,17 +65,18 @@ class Suspect(NamedTuple):
 
 
 class PaceState(NamedTuple):
-    """`voice`: the rank whose steps are followed, `step` its last here, `kind`: what its speed is in. `block`: speeds of the present
-    block; `past`: medians of the good ones, oldest first; `slow`: blocks on end that were slow, of `slow_step` on. `told`: the rule by
+    """`voice`: whose steps are followed; `kind`: what its speed is in, which `lacks` steps on end did not tell; `changed_step`: the last
+    that the script told a change of. `block`: speeds of the present block; `past`: medians of the good ones, oldest first; `slow`: blocks on end that were slow, of `slow_step` on. `told`: the rule by
     which a decline is claimed, `told_node` the node that it named; `told_slow`: the node that was told of as slower than its peers.
     `rounds`: of the attempt, in which ranks were held against each other, last at `round_ns`; `looked_ns`: when that was tried last."""
 
     job: str = ""
     attempt: int = -1
     world_size: int = 0
-    voice: int = -1
-    step: int = -1
+    voice: Voice = Voice()
+    changed_step: int = -1
     kind: str = ""
+    lacks: int = 0
     grace_step: int = -1
     block: tuple[float, ...] = ()
     block_s: float = 0.0
@@ -123,6 +132,8 @@ class PaceHealth:
                     chunks.append([None] * CHUNK)
                 chunks[number // CHUNK][number % CHUNK] = Own(nodes[node], tuple(recent), *rest)
             changes["own"] = tuple(tuple(chunk) for chunk in chunks)
+        if "voice" in changes:
+            changes["voice"] = Voice(*changes["voice"])
         for name in ("block", "past"):
             if name in changes:
                 changes[name] = tuple(changes[name])
@@ -147,7 +158,7 @@ class PaceHealth:
         if attempt > state.attempt:
             state = _begun(state, attempt, data.world_size)
         if kind is TrainingProgress and data.samples:
-            state = _progress(state, seen, rules, data, claims)
+            state = _progress(state, seen, clock.settings, data, claims)
         return state, tuple(claims)
 
 
@@ -157,59 +168,71 @@ def _begun(state: PaceState, attempt: int, world_size: int) -> PaceState:
     return PaceState(state.job, attempt, world_size, kind=kind, past=past)
 
 
-def _progress(state: PaceState, seen: Seen, rules: policy.Pace, data: TrainingProgress, claims: list[Claim]) -> PaceState:
-    rank = data.rank
-    busy = [sample.busy_s for sample in data.samples if sample.busy_s is not None]
-    if busy:
+def _progress(
+    state: PaceState, seen: Seen, settings: policy.Detectors, data: TrainingProgress, claims: list[Claim]
+) -> PaceState:
+    rank, rules = data.rank, settings.pace
+    busy = [sample.busy_s for sample in data.samples if sample.busy_s is not None and sample.busy_s < LONGEST_S]
+    known = get(state.own, rank)
+    if busy and not (known and seen.seen_ns < known.seen_ns):  # what waited says nothing of now
         mean_s = sum(busy) / len(busy)
-        known = get(state.own, rank)
         if known is None or known.node != seen.node:
             own = Own(seen.node, (round(mean_s, 6),), seen.seen_ns)
         else:
             recent_s = (*known.recent_s, round(mean_s, 6))[-RECENT:]
-            own = Own(seen.node, recent_s, max(known.seen_ns, seen.seen_ns), known.usual_s)
+            own = Own(seen.node, recent_s, seen.seen_ns, known.usual_s)
         state = state._replace(own=put(state.own, rank, own))
-    if 0 <= state.voice < rank:
-        return state
+    silence_ns = int(settings.voice_silence_s * NS)
     for sample in data.samples:
-        if sample.step > state.step:
-            state = _step(state, seen, rules, sample, rank, claims)
+        if sample.changed and sample.step > max(state.changed_step, state.voice.step - rules.grace_steps):
+            state = state._replace(changed_step=sample.step, kind="")  # whichever rank tells of it
+        before = state.voice
+        voice, follows = told(before, rank, sample.step, seen.seen_ns, silence_ns)
+        if voice != before:
+            state = state._replace(voice=voice)
+        if follows:
+            state = _step(state, seen, rules, sample, before.rank < 0, claims)
     return state
 
 
 # --- against its own past -----------------------------------------------------------------------------------------------------
 
 
-def _step(state: PaceState, seen: Seen, rules: policy.Pace, sample: StepSample, rank: int, claims: list[Claim]) -> PaceState:
-    kind, speed = _speed(sample)
-    first = state.voice < 0
-    state = state._replace(voice=rank, step=sample.step)
-    if first or sample.changed or (kind and kind != state.kind):
+def _step(state: PaceState, seen: Seen, rules: policy.Pace, sample: StepSample, first: bool, claims: list[Claim]) -> PaceState:
+    speeds = _speeds(sample)
+    best = next(iter(speeds), "")
+    better = best and (not state.kind or KINDS.index(best) < KINDS.index(state.kind))
+    lacks = 0 if state.kind in speeds else state.lacks + 1
+    kind = best if better or lacks > LACKS_MAX else state.kind
+    state = state._replace(lacks=min(lacks, LACKS_MAX + 1))
+    if first or kind != state.kind:
         # What was learned holds on from one attempt to the next, but not for another kind of speed, nor after a change.
-        anew = bool(sample.changed) or kind != state.kind
+        anew = kind != state.kind
         if anew and state.told:
             _clear(claims, state, seen.seen_ns, seen.event.id, "how fast it goes is learned anew")
         state = state._replace(
             kind=kind, grace_step=sample.step + rules.grace_steps, block=(), block_s=0.0, past=() if anew else state.past, slow=0,
             told=state.told and not anew,
         )  # fmt: skip
-    if not kind or sample.step < state.grace_step:
+    if kind not in speeds or sample.step < state.grace_step:
         return state
-    state = state._replace(block=(*state.block, speed), block_s=state.block_s + sample.step_time_s)
+    state = state._replace(block=(*state.block, speeds[kind]), block_s=state.block_s + sample.step_time_s)
     if len(state.block) < rules.block_steps or state.block_s < rules.block_s:
         return state._replace(block=state.block[-1024:])
     return _block(state, seen, rules, median(state.block), claims)
 
 
-def _speed(sample: StepSample) -> tuple[str, float]:
-    """The best measure that there is: of MFU and tokens a second, longer inputs change nothing."""
-    if sample.mfu is not None and sample.mfu > 0:
-        return "MFU", sample.mfu
-    if sample.step_time_s <= 0:
-        return "", 0.0
-    if sample.tokens:
-        return "tokens a second and rank", sample.tokens / sample.step_time_s
-    return "steps a second", 1 / sample.step_time_s
+def _speeds(sample: StepSample) -> dict[str, float]:
+    """By what the speed of a step can be told, the best measure first: of MFU and tokens a second, longer inputs change nothing."""
+    if not SHORTEST_S <= sample.step_time_s <= LONGEST_S:
+        return {}
+    speeds: dict[str, float] = {}
+    if sample.mfu is not None and isfinite(sample.mfu) and sample.mfu > 0:
+        speeds["MFU"] = sample.mfu
+    if sample.tokens and sample.tokens <= TOKENS_MAX:
+        speeds["tokens a second and rank"] = sample.tokens / sample.step_time_s
+    speeds["steps a second"] = 1 / sample.step_time_s
+    return speeds
 
 
 def _block(state: PaceState, seen: Seen, rules: policy.Pace, speed: float, claims: list[Claim]) -> PaceState:
@@ -224,7 +247,7 @@ def _block(state: PaceState, seen: Seen, rules: policy.Pace, speed: float, claim
         return state._replace(past=past, slow=0, told=False, told_node="")
     first = state.slow == 0
     state = state._replace(
-        slow=state.slow + 1, share=1 - speed / usual, slow_step=state.step if first else state.slow_step,
+        slow=state.slow + 1, share=1 - speed / usual, slow_step=state.voice.step if first else state.slow_step,
         cause=seen.event.id if first else state.cause,
     )  # fmt: skip
     if state.slow >= rules.past_blocks:  # so long that it is how fast it goes now
@@ -252,7 +275,7 @@ def _decline(state: PaceState, seen_ns: int, trigger: str, rules: policy.Pace, c
         some = ", ".join(one.node[:60] for one in state.suspects[:8])
         text += f"; {len(state.suspects)} nodes are slower than their peers: {some}"
     elif state.own:
-        text += "; no node's own work takes longer than it usually does"
+        text += "; no node's own work stands out beside its peers'"
     _signal(claims, state, sole, "high", "pace_decline", text, seen_ns, trigger, state.slow)
     return state._replace(told=True, told_node=sole.node if sole else "")
 
@@ -320,7 +343,7 @@ def _signal(
 ) -> None:  # fmt: skip
     signal = Signal(
         symptom="mfu_decline", node=who.node if who else "", rank=who.rank if who else -1, confidence=confidence, rule=rule,
-        evidence=quote(text), seen_ns=seen_ns, step=state.step, count=count,
+        evidence=quote(text), seen_ns=seen_ns, step=state.voice.step, count=count,
     )  # fmt: skip
     causes = tuple(dict.fromkeys(cause for cause in (state.cause, trigger) if cause))
     claims.append(Claim(state.job, state.attempt, signal, causes))

@@ -177,6 +177,8 @@ class Detectors(_Section):
     hang: Hang = Hang()
     curves: Curves = Curves()
     pace: Pace = Pace()
+    #: The rank whose steps make a job's curves is replaced by another after it was not heard for this long while the job goes on.
+    voice_silence_s: Seconds = 30.0
     #: An attempt is healthy after this many finished steps with finite loss.
     healthy_steps: Annotated[int, Field(ge=1, le=10_000)] = 2
     #: How often progress is noted in the ledger while steps go on.

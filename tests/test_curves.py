@@ -295,6 +295,96 @@ def test_the_state_survives_its_own_text() -> None:
     assert load_clock(dump_clock(fold.clock)) == fold.clock
 
 
+# --- more than one rank, and samples that say less ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["skipped", "without values"])
+def test_a_change_that_is_told_with_a_skipped_step_or_one_without_values_counts(how: str) -> None:
+    story = begun()
+    step = run(story, steady(100))
+    step = run(
+        story, [(None, None) if how == "without values" else (2.5, 0.2)], first=step, changed={100: "data"},
+        skipped=[100] if how == "skipped" else [],
+    )  # fmt: skip
+    run(story, [(25.0, 9.0)] * 100, first=step)
+    assert claims(story) == []
+
+
+def test_a_change_counts_once_whichever_rank_tells_it_and_however_late() -> None:
+    story = begun()
+    step = run(story, steady(100))
+    run(story, [(2.5, 0.2)], first=99, rank=3, changed={99: "rate"})
+    step = run(story, [(25.0, 2.0)] * 40, first=step)
+    assert claims(story) == []
+    run(story, [(2.5, 0.2)], first=99, rank=2, changed={99: "rate"}, at_s=step)  # waited in a spool
+    run(story, [(250.0, 2.0)] * 9, first=step)
+    (high,) = signals(story)
+    assert (high.confidence, high.bad_step) == ("high", 140)
+
+
+def test_the_loss_of_a_pipelines_last_stage_is_followed_beside_the_norm_of_its_first() -> None:
+    """Only the last stage has a loss; a norm is the same on all. Each rank's words come in batches of several steps."""
+    story = begun()
+    for first in range(0, 160, 5):
+        at_s = first + 5
+        for rank in (0, 3):
+            values = [(15.0 if i >= 120 else 2.5, None) if rank == 3 else (None, 0.2) for i in range(first, first + 5)]
+            run(story, values, first=first, rank=rank, at_s=at_s)
+    (high,) = signals(story)
+    assert (high.confidence, high.bad_step, high.step) == ("high", 120, 124) and "loss up to 6.0" in high.evidence
+
+
+def test_where_the_followed_rank_falls_silent_another_is_followed_until_it_is_back() -> None:
+    story = begun()
+    for step in range(400):
+        for rank in (0, 1):
+            if rank or not 100 <= step < 300:
+                run(story, [(15.0 if 200 <= step < 220 else 2.5, 0.2)], first=step, rank=rank)
+    high, cleared = claims(story)
+    assert (high.confidence, high.bad_step, high.step) == ("high", 200, 204) and isinstance(cleared, SignalCleared)
+    fold = PartitionFold(CURVES)
+    for record in story.records:
+        fold.feed(record)
+    assert fold.keys["gpt"].state.loss.rank == 0
+
+
+def test_one_ranks_loss_that_stays_no_number_is_told_though_the_others_have_one() -> None:
+    """Its updates are skipped by a scaler that nobody tells of, so nothing spreads and nothing is learned any more."""
+    story = begun()
+    for step in range(100, 160):
+        for rank in range(4):
+            run(story, [(NAN if rank == 2 and step >= 120 else 2.5, 0.2)], first=step, rank=rank)
+    (high,) = claims(story)
+    assert (high.confidence, high.bad_step, high.step, high.node, high.rank) == ("high", 120, 121, "n2", 2)
+
+
+def test_two_losses_of_two_ranks_that_are_no_number_far_apart_do_not_last() -> None:
+    story = begun()
+    for step in range(100, 400):
+        for rank in range(4):
+            run(
+                story,
+                [(NAN if (rank, step) in ((2, 120), (3, 300)) else None if rank > 1 else 2.5, 0.2)],
+                first=step,
+                rank=rank,
+            )
+    assert [(one.confidence, one.bad_step) for one in signals(story)] == [("low", 120), ("low", 300)]
+
+
+def test_a_norm_that_is_no_number_counts_by_steps_that_were_not_skipped() -> None:
+    story = begun()
+    skipped = [i for i in range(100, 140) if i not in (100, 139)]
+    run(story, [(2.5, math.inf if 100 <= i < 140 else 0.2) for i in range(80, 200)], first=80, skipped=skipped)
+    assert [one.confidence for one in signals(story)] == ["low"]
+
+
+def test_losses_that_are_no_number_now_and_then_are_told_once_a_minute() -> None:
+    story = begun()
+    run(story, [(NAN if i % 5 == 4 else 2.5, 0.2) for i in range(300)])
+    lows = signals(story)
+    assert 4 <= len(lows) <= 6 and {low.confidence for low in lows} == {"low"} and "times more since" in lows[-1].evidence
+
+
 # --- real curves --------------------------------------------------------------------------------------------------------------
 
 

@@ -294,6 +294,26 @@ def test_samples_that_come_twice_or_far_apart_are_not_on_end() -> None:
     assert brief(late) == [("gpu_thermal", "low", "gpu_hw_thermal", "0000:40:00.0")]
 
 
+def test_a_sample_that_others_overtook_changes_nothing() -> None:
+    """Errors that were told of are not new because an older sample with fewer came after; and an old answer ends no hang."""
+    story = every_10_s(*(sample(gpu(1, ecc_uncorrected_volatile=n, ecc_uncorrected_aggregate=5 + n)) for n in (0, 3, 5)))
+    for at_s in (100.0, 200.0):
+        older = sample(gpu(1, ecc_uncorrected_volatile=3, ecc_uncorrected_aggregate=8))
+        tell(story, at_s, older, held_s=at_s - 10)
+        tell(story, at_s + 1, sample(gpu(1, ecc_uncorrected_volatile=5, ecc_uncorrected_aggregate=10)))
+    tell(story, 210, missed(1, "D"))
+    tell(story, 215, sample(), held_s=100)
+    tell(story, 220, missed(2, "D"))
+    found = [one for one in brief(story) if one[-1] != "cleared"]
+    assert [one[:3] for one in found] == [
+        ("gpu_memory_error", "high", "gpu_ecc_uncorrected"),
+        ("gpu_memory_error", "high", "gpu_ecc_uncorrected"),
+        ("gpu_driver_hang", "high", "gpu_driver_hang"),
+    ]
+    ecc = [fact for fact in claims(story) if isinstance(fact, Signal) and fact.symptom == "gpu_memory_error"]
+    assert "3 more" in ecc[0].evidence and "2 more" in ecc[1].evidence
+
+
 def test_heat_that_lasts_and_ends() -> None:
     hot = sample(
         gpu(

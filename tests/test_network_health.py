@@ -259,3 +259,37 @@ def test_a_link_that_a_person_set_down_is_not_dead_and_neither_is_one_of_a_boot(
     assert said((10, change("down", "up", by_hand=True)), (20, down), (50, down), (80, down)) == [DOWN]
     young = sample(link(state="down"), since_boot_s=100)
     assert said((20, young), (50, young), (80, young)) == []
+
+
+def twice(*story: tuple[float, float, Fact]) -> list[Any]:
+    """(told at, held for, fact), each sent again a little later, as a publisher does whose acknowledgement was lost."""
+    telling = Story()
+    for number, (at_s, held_s, fact) in enumerate(story, 1):
+        telling.say(at_s, "n1", fact, producer="nic", number=number, id=f"x{number}", held_s=held_s)
+        telling.say(at_s + 6, "n1", fact, producer="nic", number=number, id=f"x{number}", held_s=held_s + 6)
+    out = facts(told(node_detector(catalogue()), telling))
+    return [(f.symptom, f.confidence) for f in out if isinstance(f, Signal)]
+
+
+def test_one_that_is_sent_twice_is_no_flap() -> None:
+    assert twice((100, 0, change("down", "up")), (120, 0, change("up", "down"))) == [("nic_down", "low")]
+    assert twice((100, 0, sample(link(counted={"port_rcv_errors": 3000})))) == [("ib_error", "low")]
+
+
+def test_what_waited_in_a_spool_counts_for_a_flap_and_changes_nothing_of_how_the_link_stands() -> None:
+    """Down at 10 s and up at 20 s told at 105 s and 106 s, after a down at 100 s and the up at 104 s."""
+    telling = Story()
+    for at_s, held_s, fact in (
+        (100.0, 0.0, change("down", "up")), (104.0, 0.0, change("up", "down")), (105.0, 95.0, change("down", "up")), (106.0, 86.0, change("up", "down")),
+    ):  # fmt: skip
+        telling.say(at_s, "n1", fact, job="gpt", attempt=3, producer="nic", held_s=held_s)
+    detector = node_detector(catalogue())
+    fold = PartitionFold(detector)
+    out = [outgoing.event.data for record in telling.records for outgoing in fold.feed(record)[0]]
+    assert [(f.symptom, f.confidence) for f in out if isinstance(f, Signal)] == [
+        ("nic_down", "low"),
+        ("nic_down", "low"),
+        ("nic_flap", "high"),
+    ]
+    (view,) = fold.keys["n1"].state[1]
+    assert not view.down_ns and len(view.downs) == 2

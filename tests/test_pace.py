@@ -190,6 +190,64 @@ def test_the_state_survives_its_own_text() -> None:
     assert PACE.load("gpt", PACE.dump(state)) == state
 
 
+def said(story: Story, at_s: float, rank: int, sample: StepSample, attempt: int = 1, **more: Any) -> None:
+    fact = TrainingProgress(
+        rank=rank, world_size=WORLD, phase="step", progress=sample.step + 2, step=sample.step, samples=(sample,)
+    )
+    story.say(at_s, f"n{rank // 2}", fact, job="gpt", attempt=attempt, on_job=True, producer=f"trainer-{rank}", **more)
+
+
+def test_where_the_followed_rank_falls_silent_another_is_followed() -> None:
+    story = begun()
+    for step in range(300):
+        for rank in range(WORLD):
+            if rank or step < 100:
+                took_s = 2.0 if step < 200 else 3.0
+                said(story, 2 * step, rank, StepSample(step=step, ended_ns=0, step_time_s=took_s))
+    (high,) = signals(story)
+    assert high.confidence == "high" and 200 <= high.step <= 220
+
+
+def test_tokens_that_are_told_only_when_the_script_logs_do_not_blind_it() -> None:
+    story = begun()
+    for step in range(900):
+        tokens = 4096 if step % 10 == 0 and step < 600 else None
+        said(story, 2 * step, 0, StepSample(step=step, ended_ns=0, step_time_s=2.0 if step < 400 else 3.0, tokens=tokens))
+    (high,) = signals(story)
+    assert "less tokens a second and rank" in high.evidence
+    fold = PartitionFold(PACE)
+    for record in story.records:
+        fold.feed(record)
+    assert fold.keys["gpt"].state.kind == "steps a second"
+
+
+def test_a_change_that_any_rank_tells_is_learned_anew() -> None:
+    story = begun()
+    at_s = train(story, 200, lambda i: 2.0)
+    said(story, at_s, 7, StepSample(step=200, ended_ns=0, step_time_s=2, changed="context"))
+    train(story, 100, lambda i: 4.0, first=200, at_s=at_s)
+    assert claims(story) == []
+
+
+def test_where_all_are_slow_together_nobody_is_named() -> None:
+    story = begun()
+    train(story, 300, lambda i: 2.0 if i < 150 else 3.0, busy_s=lambda i, r: (1.0 if i < 150 else 1.6) * noise(i + r))
+    (high,) = signals(story)
+    assert (high.confidence, high.node) == ("high", "") and "no node's own work stands out beside its peers'" in high.evidence
+
+
+def test_what_waited_in_a_spool_says_nothing_of_a_ranks_present_work() -> None:
+    """An agent's old words drain while its ranks work as ever."""
+    story = begun()
+    at_s = train(story, 100, lambda i: 2.0, busy_s=lambda i, r: noise(i + r))
+    for step in range(100, 200):
+        at_s = train(story, 1, lambda i: 2.0, first=step, at_s=at_s, busy_s=lambda i, r: noise(i + r))
+        for rank in (6, 7):
+            sample = StepSample(step=step - 90, ended_ns=0, step_time_s=2, busy_s=5.0)
+            said(story, at_s, rank, sample, held_s=100)
+    assert claims(story) == []
+
+
 @pytest.mark.skipif(not CASES.exists(), reason="needs ../shared")
 def test_the_straggler_of_a_real_job_is_named_and_no_other_worker() -> None:
     """Ten workers' batch times, of which the sixth is slowed for a tenth of the time; all drift by a tenth."""
