@@ -12,7 +12,7 @@ from pathlib import Path
 from events import subjects
 from events.envelope import Fact
 from events.job import CatalogueAdopted, PolicyAdopted
-from events.ports import LEDGER
+from events.ports import LEDGER, Expect
 from events.presence import SettingsAdopted
 from events.registry import canonical, make, parse
 from infra.bus import BusClient
@@ -172,10 +172,11 @@ async def last_said(ledger: JetStreamLog, fact: type[Fact]) -> PolicyAdopted | C
     return found
 
 
-async def say(ledger: JetStreamLog, fact: Fact, job: str) -> str:
-    """An operator's word into LEDGER; returns the event's id. Raises LogUnavailable."""
+async def say(ledger: JetStreamLog, fact: Fact, job: str, expect: Expect | None = None) -> str:
+    """An operator's word into LEDGER; returns the event's id. Raises LogUnavailable, StaleWriter."""
     event = make(fact, id=new_event_id(), source="operator", subject=job or "fleet", time=wall_ns(), job=job)
-    await ledger.append(subjects.ledger(job or subjects.FLEET, "operator", fact.kind()), canonical(event), message_id=event.id)
+    subject = subjects.ledger(job or subjects.FLEET, "operator", fact.kind())
+    await ledger.append(subject, canonical(event), message_id=event.id, expect=expect)
     return event.id
 
 

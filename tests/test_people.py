@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from events.job import ApprovalGiven
+from events.job import ApprovalGiven, HoldReleased
+from events.ports import LEDGER
+from events.registry import parse
 from infra.cli.common import Refused
-from infra.cli.operator import free, held
-from infra.cli.people import chosen, duration_s, override_of, page_of
+from infra.cli.operator import free, held, told
+from infra.cli.people import chosen, duration_s, override_of, page_of, recorded
 from infra.cli.status import calls_of, is_amiss, jobs_of
+from infra.jetstream import JetStreamLog
 from infra.permissions import role
+from infra.pipeline import say as tell
 from infra.waiting import ago, short_ids, waiting_json
 from infra.watch import Watch
+from tests.nats_fixture import real_bus
 from tests.stories import Story
 
 JOB = "job gpt nodes a@r1 b@r2 c@r3 d@r4 standbys s@r5 t@r6"
@@ -74,6 +81,49 @@ def test_a_decision_that_waits_no_more_says_what_ended_it(lines: list[str], said
     decision = next(key for key, name in story.names.items() if name == "decision-2")
     text = why(lambda: chosen(watch, decision[:10], False))
     assert said in text and text.startswith(f"decision {decision[:8]} (evict in job gpt)") and text.count("\n") == 0
+
+
+def test_the_latest_that_was_answered_says_by_whom() -> None:
+    watch, _ = played(LOST, "+5 approve gpt decision-2", "+60 hold")
+    text = why(lambda: chosen(watch, "", True))
+    assert text.startswith("no decision waits for a yes now; decision ") and "was answered already: yes by a" in text
+
+
+async def test_of_two_who_answer_at_once_the_second_is_told_so(tmp_path: Path) -> None:
+    story = played(LOST)[1]
+    async with real_bus(tmp_path) as bus:
+        log = JetStreamLog(bus.admin, LEDGER)
+        for record in story.records:
+            await log.append(record.subject, record.data)
+        asked: list[str] = []
+
+        def answer(name: str, granted: bool, meanwhile: str = "") -> Any:
+            async def make(nc: Any) -> tuple[Any, str]:
+                made = chosen(await told(nc), "", True).made
+                asked.append(name)
+                if meanwhile and asked.count(name) == 1:
+                    await recorded(bus.admin, answer(meanwhile, not granted))
+                return ApprovalGiven(decision=made.decision, job=made.job, granted=granted, reason="r", author=name), ""
+
+            return make
+
+        with pytest.raises(Refused, match="was answered already: yes by ann"):
+            await recorded(bus.admin, answer("bob", False, meanwhile="ann"))
+        words = [parse(record.data).data async for record in log.read(subjects=("ledger.gpt.operator.approval_given",))]
+    assert [(word.author, word.granted) for word in words] == [("ann", True)] and asked == ["bob", "ann"]
+
+
+async def test_who_is_always_interrupted_is_told_that_nothing_is_recorded(tmp_path: Path) -> None:
+    async with real_bus(tmp_path) as bus:
+        log = JetStreamLog(bus.admin, LEDGER)
+
+        async def make(nc: Any) -> tuple[Any, str]:
+            await tell(log, HoldReleased(job="x", reason="r", author="other"), "x")
+            return HoldReleased(job="x", reason="r", author="me"), ""
+
+        with pytest.raises(Refused, match="nothing of yours is recorded"):
+            await recorded(bus.admin, make)
+        assert {parse(record.data).data.author async for record in log.read()} == {"other"}
 
 
 def test_superseded_by_a_second_machine() -> None:

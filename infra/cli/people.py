@@ -15,7 +15,7 @@ from events.clock import NS, text_of
 from events.decision import IntentIssued
 from events.envelope import Fact
 from events.job import ApprovalGiven, OverrideGiven, PageAcknowledged
-from events.ports import LEDGER
+from events.ports import LEDGER, Expect, StaleWriter
 from infra.bus import BusClient
 from infra.cli.common import (
     HomeOption,
@@ -48,6 +48,9 @@ Remedy = Literal["evict", "reattempt", "roll_back", "keep"]
 Expires = Annotated[str, typer.Option("--expires", help="Good for so long: 90s, 30m, 2h, 1d [default: no end of its own]")]
 #: Ten years: what lies beyond it has no time that an event can hold.
 DURATION_S_MAX = 10 * 366 * 24 * 3600.0
+#: What people say, of whatever job; and how often an answer is thought about again since somebody else spoke.
+OPERATORS = "ledger.*.operator.*"
+ANSWER_TRIES = 8
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -72,7 +75,8 @@ def chosen(watch: Watch, prefix: str, latest: bool) -> Asked:
         raise Refused(f"name one decision, by the beginning of its id or with --latest; waiting are: {listed}")
     if latest:
         if not waits:
-            raise Refused("no decision waits for a yes now")
+            last = list(watch.asked.values())[-1:]
+            raise Refused("no decision waits for a yes now" + (f"; {why_over(watch, last[0])}" if last else ""))
         return waits[-1]
     prefix = prefix.lower()
     found = [asked for asked in waits if asked.made.decision.startswith(prefix)]
@@ -200,12 +204,24 @@ def speak(
 ) -> None:
     """Records a person's word, and says what was said."""
 
-    async def work(nc: BusClient) -> tuple[str, str]:
-        fact, text = await make(nc)
-        return await tell(JetStreamLog(nc, LEDGER), fact, fact.job), text  # type: ignore[attr-defined]
-
-    event, text = run(with_bus(address(home, url, key), "operator", work))
+    event, text = run(with_bus(address(home, url, key), "operator", lambda nc: recorded(nc, make)))
     show_json({"event": event, "said": text}) if as_json else say(f"{text}; recorded as {event}")
+
+
+async def recorded(nc: BusClient, make: Callable[[BusClient], Awaitable[tuple[Fact, str]]]) -> tuple[str, str]:
+    """The event and what was said. If somebody else said something meanwhile, it is thought about again: of two who answer at once, the
+    second is told so. Raises Refused."""
+    log = JetStreamLog(nc, LEDGER)
+    for _ in range(ANSWER_TRIES):
+        last = await log.last_sequence(OPERATORS)
+        fact, text = await make(nc)
+        try:
+            return await tell(log, fact, fact.job, Expect(OPERATORS, last)), text  # type: ignore[attr-defined]
+        except StaleWriter:
+            continue
+    raise Refused(
+        "others spoke at the same moment, again and again, and nothing of yours is recorded; look at `keepstep status`"
+    )
 
 
 async def until_ns(nc: BusClient, expires: str) -> int:
