@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -112,7 +113,7 @@ class _Plain(pickle._Unpickler):
 
 def load(path: Path) -> Any:
     """A file as JSON, or else as a pickle without classes. Raises BadDump, OSError."""
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe in its place is not waited for
         raw = file.read(DUMP_BYTES_MAX + 1)
     return loads(raw)
 

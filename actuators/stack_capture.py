@@ -68,8 +68,10 @@ async def capture(
     """One for each process that is there, ranks before their children. Never raises for one that can't be read: it says why."""
     program = program or find_py_spy()
     end = asyncio.get_running_loop().time() + together_s
+    recordings: dict[int, dict[str, Any]] = {}
+    # Beside the stacks: a large dump takes its time, and a thread can't be ended. What is read by then counts.
+    recording = asyncio.create_task(asyncio.to_thread(_recordings, targets, recordings, end))
     trees = await asyncio.to_thread(_trees, targets)
-    recordings = await asyncio.to_thread(_recordings, targets)
     turns = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 2)))
 
     async def one(target: Target, process: Process) -> ProcessStack:
@@ -80,6 +82,10 @@ async def capture(
     read = await asyncio.gather(
         *(one(target, target.process) for target in targets), *(one(target, child) for target, child in children)
     )
+    await asyncio.wait([recording], timeout=max(0.0, end - asyncio.get_running_loop().time()))
+    if recording.done():
+        recording.result()
+    recordings = dict(recordings)
     return [
         process.model_copy(update=recordings.get(process.rank, {})) if at < len(targets) else process
         for at, process in enumerate(read)
@@ -190,26 +196,26 @@ async def captured(targets: Sequence[Target], within_s: float, native: bool = Tr
 # Flight recordings
 
 
-def _recordings(targets: Iterable[Target]) -> dict[int, dict[str, Any]]:
-    """Of each rank the newest dump that its present process can have written."""
+def _recordings(targets: Iterable[Target], found: dict[int, dict[str, Any]], until_s: float) -> None:
+    """Into `found`: of each rank the newest dump that its present process can have written. `until_s`: on the monotonic clock."""
     asked_ns = time.time_ns()
     waiting = {target.rank for target in targets if _ask(target)}
-    end = time.monotonic() + DUMP_S
-    found: dict[int, dict[str, Any]] = {}
+    end_s = min(until_s, time.monotonic() + DUMP_S)
+    looked_ns: dict[int, int] = {}
     while True:
         for target in targets:
-            if target.rank not in found or target.rank in waiting:
-                file, written_ns = _newest(target)
-                if file is None:
-                    continue
-                try:
-                    found[target.rank] = flight_recorder.recording(flight_recorder.load(file)).fields()
-                except (BadDump, OSError):
-                    continue  # still being written, or no dump
-                if written_ns >= asked_ns:
-                    waiting.discard(target.rank)
-        if not waiting or time.monotonic() >= end:
-            return found
+            file, written_ns = _newest(target)
+            if file is None or written_ns <= looked_ns.get(target.rank, 0) or time.monotonic() > until_s:
+                continue
+            try:
+                found[target.rank] = flight_recorder.recording(flight_recorder.load(file)).fields()
+            except (BadDump, OSError):
+                continue  # still being written, or no dump
+            looked_ns[target.rank] = written_ns
+            if written_ns >= asked_ns:
+                waiting.discard(target.rank)
+        if not waiting or time.monotonic() >= end_s:
+            return
         time.sleep(0.1)
 
 

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from actuators import stack_capture
+from actuators import flight_recorder, stack_capture
 from actuators.processes import Process, stat
 from actuators.stack_capture import NOT_ALLOWED, Target, capture, captured, fitted
 from events.action import CommandAnswered
@@ -154,7 +155,67 @@ async def test_without_native_frames_is_the_next_way(sleeper: subprocess.Popen[s
     assert (found.threads, found.error) == (("f (a.py:1)",), "")
 
 
+async def test_processes_that_come_and_go_meanwhile_are_told_and_none_is_left_stopped(tmp_path: Path) -> None:
+    """Ranks that fork without end, some killed while they are read; the reader itself is the real one."""
+    forking = """
+import subprocess, sys, time
+print("here", flush=True)
+while True:
+    children = [subprocess.Popen(["sleep", "0.05"]) for _ in range(3)]
+    [child.wait() for child in children]
+"""
+    ranks = [python(forking) for _ in range(6)]
+    targets = [started(process, rank) for rank, process in enumerate(ranks)]
+
+    async def kill() -> None:
+        for process in ranks[:3]:
+            await asyncio.sleep(0.15)
+            process.kill()
+
+    killing = asyncio.create_task(kill())
+    try:
+        found = await capture(targets, each_s=10, together_s=20)
+        await killing
+        mains = [process for process in found if process.parent_pid == os.getpid() or process.pid in {p.pid for p in ranks}]
+        assert [process.rank for process in mains] == list(range(6)) and all(
+            p.threads or p.error or p.state in "-ZX" for p in found
+        )
+        assert all(process.threads for process in mains[3:]), mains
+        states = [(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) for process in ranks[3:]]
+        assert "T" not in states and "t" not in states
+    finally:
+        for process in ranks:
+            ended(process)
+
+
 # Flight recordings
+
+
+async def test_a_dump_that_takes_too_long_costs_no_more_than_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread can't be ended: the stacks go without it. And a pipe in a dump's place is not waited for."""
+    told = dict(dumps(Layout(2, 2, 2), {5: ("stopped", 9)}))
+    ranks = [python(SLEEPER, {"TORCH_FR_DUMP_TEMP_FILE": "fr_"}, tmp_path) for _ in range(3)]
+    read = flight_recorder.load
+
+    def slow(path: Path) -> Any:
+        time.sleep(6 if path.name == "fr_1" else 0)
+        return read(path)
+
+    monkeypatch.setattr(flight_recorder, "load", slow)
+    monkeypatch.setattr(stack_capture.stat_module, "S_ISREG", lambda mode: True)  # it became one after it was looked at
+    try:
+        os.mkfifo(tmp_path / "fr_2")
+        for rank in (0, 1):
+            (tmp_path / f"fr_{rank}").write_text(json.dumps(told[rank]))
+        begun_s = time.monotonic()
+        found = await capture([started(process, rank) for rank, process in enumerate(ranks)], together_s=3)
+        assert time.monotonic() - begun_s < 5
+        assert [process.recorded for process in found] == [True, False, False] and all(process.threads for process in found)
+    finally:
+        for process in ranks:
+            ended(process)
 
 
 async def test_a_ranks_dump_is_read_where_its_environment_says(tmp_path: Path) -> None:
