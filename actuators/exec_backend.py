@@ -159,6 +159,7 @@ class Exec:
             for reader in late:  # a pipe held open by something that left the group
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
+            process._transport.close()  # type: ignore[attr-defined]  # the pipe's other end may stay open for ever
         out, err = (b"" if r.cancelled() or r.exception() else r.result() for r in readers)
         return code, out, err
 

@@ -69,6 +69,8 @@ class Http:
             return Sent(False, "its address is none that can be posted to"), None
         except aiohttp.ClientConnectorCertificateError:
             return Sent(False, "its certificate is not trusted"), None
+        except aiohttp.ClientResponseError:
+            return Sent(False, "answered with what is no HTTP, or beyond its limits"), 0.0
         except (aiohttp.ClientError, OSError) as error:  # what the error says may hold the address
             return Sent(False, f"not reached ({type(error).__name__})"), 0.0
 

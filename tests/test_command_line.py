@@ -109,6 +109,16 @@ def test_what_the_system_refuses_is_one_sentence(
     assert end.value.code == 2 and capsys.readouterr().err == said + "\n"
 
 
+def test_a_sentence_stays_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses(**_: object) -> None:
+        raise Refused("the policy is not YAML: bad\n  in line 1\x1b[31m\n")
+
+    monkeypatch.setattr(frame, "app", refuses)
+    with pytest.raises(SystemExit):
+        frame.main()
+    assert capsys.readouterr().err == "keepstep: the policy is not YAML: bad in line 1\\x1b[31m\n"
+
+
 def test_nodes_have_names_of_their_own(tmp_path: Path) -> None:
     for names, said in ((["a", "a"], "named twice"), ([""], "needs a name")):
         options = [word for name in names for word in ("--node", name)]

@@ -8,7 +8,11 @@ import hashlib
 import hmac
 import json
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -123,6 +127,40 @@ async def test_what_a_server_says_and_what_comes_of_it(says: Any, ok: bool, requ
         assert (sent.ok, sent.detail, len(server.told)) == (ok, detail, requests)
         assert time.monotonic() - began < 5
         assert set(server.ids) == {"k1"}, "each try is the same message"
+
+
+@pytest.mark.parametrize(
+    ("answer", "ok", "detail"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10485760\r\n\r\n" + bytes(10 << 20), True, "taken (200)"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * (10 << 20), False, "answered with what is no HTTP, or beyond its limits"),
+        (b"\x00\xff" * 1000, False, "answered with what is no HTTP, or beyond its limits"),
+    ],
+)
+async def test_a_server_that_says_too_much_or_nonsense(answer: bytes, ok: bool, detail: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        with suppress(OSError):
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/{SECRET}"
+        sent = await Webhook("w", http(url, tries=1, timeout_s=5.0)).send(PAGE, START_NS)
+    assert (sent.ok, sent.detail) == (ok, detail)
+
+
+def test_a_script_that_leaves_a_child_with_its_pipe_is_over_without_a_word(tmp_path: Path) -> None:
+    path, told_ = tmp_path / "page", tmp_path / "child"
+    path.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {told_}\nexit 0\n")
+    path.chmod(0o755)
+    settings = settings_in(tmp_path, f"channels: [{{kind: script, script: {path}}}]")
+    command = [str(Path(sys.executable).with_name("keepstep")), "notify", str(settings), "--send"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    os.kill(int(told_.read_text()), signal.SIGKILL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "script-1: exit code 0\n", "")
 
 
 async def test_a_slow_server_is_waited_for_and_one_that_is_down_is_given_up() -> None:

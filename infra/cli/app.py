@@ -79,7 +79,7 @@ def main() -> None:
         errors.print(f"{where}: {clean(said)} (see {where} --help)")
         sys.exit(WRONG_USE)
     except SAID as error:
-        errors.print(f"keepstep: {clean(str(error))}")
+        errors.print(f"keepstep: {_one_line(str(error))}")
         sys.exit(WRONG_USE)
     except ValidationError as error:  # a word of the user's that no event can hold
         found = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -103,6 +103,11 @@ def main() -> None:
         sys.exit(WRONG_USE)
     except Exception as error:
         _own_fault(error)
+
+
+def _one_line(text: str) -> str:
+    """A sentence stays one line: what it quotes (a library's words, a name) may have more."""
+    return clean(" ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 #: Errors of the system that name no file: the disk or the quota is full, the file too large, too many are open.

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from actuators.notify import Message, Sent
-from infra.cli.common import FINE, FOUND, JsonOption, author, put, run, show_json
+from infra.cli.common import FINE, FOUND, JsonOption, author, clean, put, run, show_json
 from infra.clock import new_event_id, wall_ns
 from infra.notify_settings import channels_of, load
 
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
             show_json({"channels": found})
         else:
             for one in found:
-                put(f"{one['channel']}: {one['detail']}")
+                put(clean(f"{one['channel']}: {one['detail']}"))
             if not found:
                 put("the file names no channel: pages are written to the actuators' log only")
         raise typer.Exit(FINE if all(s.ok for s in said) else FOUND)
