@@ -25,6 +25,8 @@ S = TypeVar("S")
 
 #: Keys of one partition. A new name beyond it is refused: nodes and jobs are thousands, never a million.
 KEYS_MAX = 100_000
+#: Gaps in the ticks that are remembered.
+GAPS_MAX = 8
 #: Bytes of evidence that a claim quotes.
 QUOTE_BYTES = 1024
 
@@ -48,7 +50,8 @@ class Seen(NamedTuple):
 class PartitionClock(NamedTuple):
     """A partition's position and time, and the settings in force. `sequence`: the last record folded. `now_ns`: greatest broker
     time seen (0: none). `last_tick_ns`: of the ticks, which alone move the rules of absence. Until `suspended_until_ns`, no absence may be judged: ticks had a gap, so the broker or this history stood still.
-    `heard_from_ns`: broker time from which this history is whole; absence that began before counts from there."""
+    `heard_from_ns`: broker time from which this history is whole; absence that began before counts from there. `gaps`: the last times
+    in which there were no ticks."""
 
     sequence: int = 0
     now_ns: int = 0
@@ -56,10 +59,15 @@ class PartitionClock(NamedTuple):
     suspended_until_ns: int = 0
     heard_from_ns: int = 0
     settings: Detectors = Detectors()
+    gaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def absence_judged(self) -> bool:
         return self.now_ns >= self.suspended_until_ns
+
+    def lost_ns(self, since_ns: int) -> int:
+        """How much of the time since then had no ticks; rather too much where gaps were many."""
+        return sum(max(0, until_ns - max(from_ns, since_ns)) for from_ns, until_ns in self.gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,7 @@ class PartitionFold(Generic[S]):
             clock.suspended_until_ns,
             clock.heard_from_ns,
             clock.settings,
+            clock.gaps,
         )
         try:
             seen = read(record)
@@ -209,10 +218,13 @@ def ticked(clock: PartitionClock, record: Record) -> PartitionClock:
     now = max(clock.now_ns, record.time_ns)
     heard = clock.heard_from_ns or now
     suspended = clock.suspended_until_ns
-    settings = clock.settings
+    settings, gaps = clock.settings, clock.gaps
     if clock.last_tick_ns == 0 or now - clock.last_tick_ns > int(settings.tick_gap_s * NS):
         suspended, heard = now + int(settings.grace_s * NS), now
-    return PartitionClock(record.sequence, now, now, suspended, heard, settings)
+        gaps = (*gaps, (clock.last_tick_ns, now))
+        if len(gaps) > GAPS_MAX:  # the oldest two become one, with what was between them
+            gaps = ((gaps[0][0], gaps[1][1]), *gaps[2:])
+    return PartitionClock(record.sequence, now, now, suspended, heard, settings, gaps)
 
 
 def read(record: Record) -> Seen:
@@ -258,11 +270,13 @@ def dump_clock(clock: PartitionClock) -> dict[str, Any]:
         "suspended_until_ns": clock.suspended_until_ns,
         "heard_from_ns": clock.heard_from_ns,
         "settings": clock.settings.model_dump(mode="json"),
+        "gaps": [list(gap) for gap in clock.gaps],
     }
 
 
 def load_clock(value: dict[str, Any]) -> PartitionClock:
-    return PartitionClock(**{**value, "settings": Detectors.model_validate(value["settings"])})
+    gaps = tuple((from_ns, until_ns) for from_ns, until_ns in value.get("gaps", ()))
+    return PartitionClock(**{**value, "settings": Detectors.model_validate(value["settings"]), "gaps": gaps})
 
 
 def _outgoing(detector: str, key: str, seen: Seen, claim: Claim, ordinal: int) -> Outgoing:

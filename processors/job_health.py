@@ -24,7 +24,7 @@ from processors import ranks as ranks_
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.exits import Ending, reading
 from processors.ranks import ASKED, ENDED_WELL, FAILED, RANKS_MAX, RUNS, STUCK, Rank, Ranks
-from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer
+from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer, unlearned
 
 CAUSES_MAX = 16
 #: No node's links carry more bytes a second; a larger number is nonsense.
@@ -37,7 +37,7 @@ SPARSE_FACTOR = 10
 
 class JobState(NamedTuple):
     """One attempt. `moved_ns`: when any rank's progress grew last (at first: when the attempt began); `heard_ns`: when anything
-    of the attempt was heard; `step`: the highest finished; `healthy`: steps finished since the last non-finite loss; `stepped`:
+    of the attempt was heard; `step`: the highest finished, at `stepped_ns`; `healthy`: steps finished since the last non-finite loss; `stepped`:
     ranks that finished one; `words`: the last of note in the logs of a few ranks, newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible.
     `longest`: by phase, of all attempts; `traffic`: since the last progress."""
 
@@ -54,6 +54,7 @@ class JobState(NamedTuple):
     restored_step: int = -1
     healthy: int = 0
     stepped: int = 0
+    stepped_ns: int = 0
     confirmed: bool = False
     noted_ns: int = 0
     noted_step: int = -1
@@ -151,7 +152,7 @@ class JobDetector:
             _unsaid(state, claims)
             state = JobState(
                 job=state.job, attempt=attempt, began_ns=seen.seen_ns, moved_ns=seen.seen_ns, moved_id=seen.event.id,
-                longest=state.longest,
+                stepped_ns=seen.seen_ns, longest=state.longest,
             )  # fmt: skip
         if data.world_size > state.world_size:
             state = state._replace(world_size=data.world_size)
@@ -211,15 +212,17 @@ def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: Training
     if data.step > counted:  # its sample was overwritten: a step without a loss that anyone gave
         counted = data.step
         healthy += 1
-    if state.stall and grew and state.stall != "rank_behind" and seen_ns > state.moved_ns:
+    advanced = counted > state.step
+    again = advanced and seen_ns > state.stepped_ns if state.stall == "no_step" else grew and seen_ns > state.moved_ns
+    if state.stall and again and state.stall != "rank_behind":
         text = f"progress again after {(seen_ns - state.moved_ns) / NS:.1f} s, by rank {data.rank} on {seen.node}"
         cleared = SignalCleared(symptom="job_hang", seen_ns=seen_ns, evidence=quote(text))
         claims.append(Claim(seen.job, state.attempt, cleared, (event.id,)))
         state = state._replace(stall="")
-    advanced = counted > state.step
     moved = grew and seen_ns >= state.moved_ns
-    if moved and not state.stall:
-        longest = longer(state.longest, known.phase, seen_ns - state.moved_ns)
+    # What the broker or the agents slept through is no phase's usual time.
+    if moved and not state.stall and not state.silence_noted and state.moved_ns >= clock.heard_from_ns:
+        longest = longer(state.longest, known.phase, seen_ns - state.moved_ns, seen_ns - known.moved_ns)
         if longest is not state.longest:
             state = state._replace(longest=longest)
     if moved and state.traffic != NO_TRAFFIC:
@@ -230,6 +233,7 @@ def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: Training
         moved_ns=seen_ns if moved else state.moved_ns,
         moved_id=event.id if moved else state.moved_id,
         step=counted,
+        stepped_ns=max(state.stepped_ns, seen_ns) if advanced else state.stepped_ns,
         restored_step=max(state.restored_step, data.restored_step),
         healthy=healthy,
         stepped=state.stepped + (known.step < 0 <= rank.step),
@@ -374,12 +378,17 @@ def _tick(state: JobState, clock: PartitionClock) -> tuple[JobState, tuple[Claim
     # After an exit that counts or was asked for, the exit is the signal, and what stalls does so for it.
     over = state.attempt < 0 or state.failed or state.asked or state.finished or state.ended_well >= state.world_size
     now_ns = clock.now_ns
-    if over or not clock.absence_judged or now_ns < state.scan_ns or state.stall in ("no_progress", "startup_silent"):
+    if (
+        over
+        or not clock.absence_judged
+        or now_ns < state.scan_ns
+        or state.stall in ("no_progress", "startup_silent", "no_step")
+    ):
         return state, tuple(claims)
     settings = clock.settings
     silence_ns = int(settings.silence_s * NS)
     found = judged(
-        state.ranks, state.world_size, state.step, state.moved_ns, state.began_ns, now_ns, clock.heard_from_ns, settings,
+        state.ranks, state.world_size, state.step, state.moved_ns, state.began_ns, state.stepped_ns or state.began_ns, clock,
         state.longest, state.traffic,
     )  # fmt: skip
     causes = (state.moved_id,) if state.moved_id else ()
@@ -409,7 +418,7 @@ def _tick(state: JobState, clock: PartitionClock) -> tuple[JobState, tuple[Claim
             step=state.step,
         )
         claims.append(Claim(state.job, state.attempt, signal, causes))
-        state = state._replace(stall=found.rule)
+        state = state._replace(stall=found.rule, longest=unlearned(state.longest, found.learned))
     elif state.stall == "rank_behind" and found.rule != "rank_behind":
         cleared = SignalCleared(symptom="job_hang", seen_ns=now_ns, evidence="the ranks that were behind make progress again")
         claims.append(Claim(state.job, state.attempt, cleared, causes))

@@ -120,6 +120,10 @@ class Hang(_Section):
     learned_least_s: Seconds = 600.0
     #: Links of a node that carry less than this are idle.
     idle_bytes_per_s: Limit = 1e6
+    #: Traffic that was seen so long ago is of now.
+    traffic_s: Seconds = 75.0
+    #: Phases that come and go are progress too, but not for longer than this without a finished step.
+    stepless_s: Seconds = 21_600.0
     #: The limit's factor where all nodes' links are idle, and where some carry something.
     idle_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     traffic_factor: Annotated[float, Field(ge=1, le=100)] = 2.0

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from events.clock import NS
-from processors.detector import quote
+from processors.detector import PartitionClock, quote
 from processors.policy import Detectors
 from processors.ranks import RUNS, Rank, Ranks, each, get
 
-#: Traffic that was seen this long ago is of now: two samples of links, and a little.
-TRAFFIC_S = 75.0
 #: All ranks are looked at no later than this after the last time, whatever the limits were then.
 SCAN_S = 5.0
 NAMED_MAX = 8
@@ -27,7 +25,7 @@ PHASES: tuple[str, ...] = ("startup", "step", "evaluation", "checkpoint", "undec
 
 
 class Longest(NamedTuple):
-    """How long a job went without progress in a phase at most, and how many such stretches were seen."""
+    """How long a job went without progress in a phase at most, and how many stretches like it were seen."""
 
     most_ns: int = 0
     times: int = 0
@@ -46,24 +44,35 @@ class Traffic(NamedTuple):
 NO_TRAFFIC = Traffic()
 
 
-def longer(longest: tuple[Longest, ...], phase: str, gap_ns: int) -> tuple[Longest, ...]:
-    """After a stretch without progress in a phase; the same value where nothing is learned. Of start-ups nothing is: a restore that takes
-    a second says nothing of the compilation that follows it."""
-    if phase not in PHASES[1:]:
+def longer(longest: tuple[Longest, ...], phase: str, gap_ns: int, own_ns: int) -> tuple[Longest, ...]:
+    """After a stretch without progress of any rank, ended by one that was in a phase and had made none for `own_ns`; the same value where
+    nothing is learned. Of start-ups nothing is: a restore that takes a second says nothing of the compilation that follows it. A stretch
+    counts if it is like the longest: ranks that leave an evaluation after the first are no more evaluations, and one that takes far
+    longer than those before begins the count anew."""
+    if phase not in PHASES[1:] or (phase in _WAITED_FOR and 2 * gap_ns < own_ns):
         return longest
     place = PHASES.index(phase)
     longest = longest or (Longest(),) * len(PHASES)
     known = longest[place]
-    if gap_ns <= known.most_ns and known.times >= TIMES_MAX:
+    if 2 * gap_ns < known.most_ns or (gap_ns <= known.most_ns and known.times >= TIMES_MAX):
         return longest
-    now = Longest(max(gap_ns, known.most_ns), min(known.times + 1, TIMES_MAX))
-    return (*longest[:place], now, *longest[place + 1 :])
+    times = 1 if gap_ns > 2 * known.most_ns else min(known.times + 1, TIMES_MAX)
+    return (*longest[:place], Longest(max(gap_ns, known.most_ns), times), *longest[place + 1 :])
+
+
+def unlearned(longest: tuple[Longest, ...], phase: str) -> tuple[Longest, ...]:
+    """After a stall that a learned limit found: it may have been too short, so the next one is found by the stated limit, until what is
+    usual was seen again. Else an evaluation longer than any before would be ended, and never be learned of."""
+    if phase not in PHASES or not longest:
+        return longest
+    place = PHASES.index(phase)
+    return (*longest[:place], Longest(), *longest[place + 1 :])
 
 
 class Stall(NamedTuple):
-    """`rule`: no_progress; startup_silent (no hook was ever heard: the script may have none); rank_behind (others go on);
-    '' for none. `rank` and `node` where exactly one stands out, -1 and ''. `quiet`: ranks not heard while the job goes on.
-    `scan_ns`: a stall is not possible before."""
+    """`rule`: no_progress; startup_silent (no hook was ever heard: the script may have none); no_step (phases come and go, and no step);
+    rank_behind (others go on); '' for none. `rank` and `node` where exactly one stands out, -1 and ''. `quiet`: ranks not heard while the
+    job goes on. `scan_ns`: a stall is not possible before. `learned`: the phase by whose learned limit it was found, or ''."""
 
     rule: str = ""
     rank: int = -1
@@ -71,6 +80,7 @@ class Stall(NamedTuple):
     evidence: str = ""
     quiet: tuple[int, ...] = ()
     scan_ns: int = 0
+    learned: str = ""
 
 
 def limits_ns(settings: Detectors, longest: Sequence[Longest] = ()) -> Mapping[str, int]:
@@ -88,17 +98,21 @@ def limits_ns(settings: Detectors, longest: Sequence[Longest] = ()) -> Mapping[s
 
 
 def judged(
-    ranks: Ranks, world_size: int, step: int, moved_ns: int, began_ns: int, now_ns: int, heard_from_ns: int, settings: Detectors,
+    ranks: Ranks, world_size: int, step: int, moved_ns: int, began_ns: int, stepped_ns: int, clock: PartitionClock,
     longest: Sequence[Longest] = (), traffic: Traffic = NO_TRAFFIC,
 ) -> Stall:  # fmt: skip
-    limits = limits_ns(settings, longest)
+    """`moved_ns`, `stepped_ns`: when progress and steps grew last. Where ticks had gaps, time counts anew from the last one; but that
+    at most doubles a limit, or a broker that stumbles now and then would hide every hang."""
+    settings, now_ns, heard_from_ns = clock.settings, clock.now_ns, clock.heard_from_ns
+    stated, limits = limits_ns(settings), limits_ns(settings, longest)
     silence_ns = int(settings.silence_s * NS)
     heard = list(each(ranks))
     live = [(number, rank) for number, rank in heard if rank.exit == RUNS]
     phase, limit_ns = _phase(live, max(0, world_size - len(heard)), limits)
-    since_ns = max(moved_ns, heard_from_ns)
+    learned = phase if limit_ns < stated[phase] else ""
     factor, carried = _carried(live, phase, longest, traffic, now_ns, settings)
     limit_ns = int(limit_ns * factor)
+    since_ns = max(moved_ns, min(heard_from_ns, moved_ns + clock.lost_ns(moved_ns) + limit_ns))
     if now_ns - since_ns > limit_ns:
         what = (
             f"no progress for {(now_ns - since_ns) / NS:.1f} s in phase {phase} (limit {limit_ns / NS:g} s), last step {step}"
@@ -107,7 +121,16 @@ def judged(
         if never:
             what += "; no rank's hook was ever heard"
         number, node, who = _suspects(ranks, live, world_size, now_ns, silence_ns)
-        return Stall("startup_silent" if never else "no_progress", number, node, quote(f"{what}{carried}{who}"))
+        rule = "startup_silent" if never else "no_progress"
+        return Stall(rule, number, node, quote(f"{what}{carried}{who}"), learned=learned)
+    stepless_ns = int(settings.hang.stepless_s * NS)
+    if (
+        step >= 0
+        and now_ns - max(stepped_ns, min(heard_from_ns, stepped_ns + clock.lost_ns(stepped_ns) + stepless_ns)) > stepless_ns
+    ):
+        text = f"phases come and go, but no step was finished for {(now_ns - stepped_ns) / NS:.0f} s, the last was {step}"
+        number, node, who = _suspects(ranks, live, world_size, now_ns, silence_ns)
+        return Stall("no_step", number, node, quote(f"{text}{who}"))
     behind: list[tuple[int, Rank]] = []
     quiet: list[int] = []
     earliest_ns = since_ns
@@ -115,7 +138,8 @@ def judged(
         if rank.step < 0 or rank.step >= step:
             continue
         rank_since_ns = max(rank.moved_ns, began_ns, heard_from_ns)
-        if now_ns - rank_since_ns <= limits.get(rank.phase, limits["undeclared"]):
+        # What is learned is of all ranks together: one may evaluate alone for long, again and again.
+        if now_ns - rank_since_ns <= stated.get(rank.phase, stated["undeclared"]):
             earliest_ns = min(earliest_ns, rank_since_ns)
         # An uninterruptible sleep is a moment's sample: seen last before an agent was lost, it tells nothing of the time since.
         elif rank.state not in ("", "D") or now_ns - rank.hook_ns <= silence_ns:
@@ -136,7 +160,7 @@ def _carried(
     """What the links' traffic makes of the limit, and words for it. A job whose nodes carry nothing is believed to hang sooner, in a step of
     a script that declares its other phases: one that does not may be evaluating. One that carries something may be slow."""
     rules = settings.hang
-    if traffic.carried_ns and now_ns - traffic.carried_ns <= int(TRAFFIC_S * NS):
+    if traffic.carried_ns and now_ns - traffic.carried_ns <= int(rules.traffic_s * NS):
         text = f"; but the links of {traffic.node[:60]} carry {traffic.bytes_per_s / 1e6:.0f} MB/s: it may be slow"
         return rules.traffic_factor, text
     nodes = {rank.node for _, rank in live}
@@ -148,13 +172,18 @@ def _carried(
 
 
 def _phase(live: Sequence[tuple[int, Rank]], unheard: int, limits: Mapping[str, int]) -> tuple[str, int]:
-    """The phase that the most live ranks are in (those never heard are starting; of equals the one with the longer limit), and
-    its limit, or the longer one of a phase that the others wait for."""
+    """The phase that the most live ranks are in (those never heard are starting, until the first finished a step: then those that tell of
+    none are of a script that speaks by some ranks only; of equals the one with the longer limit), and its limit, or the longer one of a
+    phase that the others wait for."""
     count = dict.fromkeys(limits, 0)
-    count["startup"] = unheard
+    votes = count.copy()
+    stepping = any(rank.step >= 0 for _, rank in live)
+    votes["startup"] = 0 if stepping else unheard
     for _, rank in live:
-        count[rank.phase if rank.phase in count else "startup"] += 1
-    phase = max(count, key=lambda name: (count[name], limits[name]))
+        name = rank.phase if rank.phase in count else "startup"
+        count[name] += 1
+        votes[name] += rank.step >= 0 or not stepping
+    phase = max(votes, key=lambda name: (votes[name], limits[name]))
     limit = limits[phase]
     for name in _WAITED_FOR:
         if count[name] and limits[name] > limit:

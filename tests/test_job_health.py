@@ -458,6 +458,152 @@ def test_a_learned_limit_grows_with_what_was_seen_and_none_with_a_stall() -> Non
     assert "in phase evaluation (limit 1000 s)" in hang.evidence
 
 
+def evaluated(story: Story, at_s: float, for_s: float, step: int, world: int = 2) -> float:
+    """All ranks in an evaluation, which they leave one after another; returns when."""
+    said = dict.fromkeys(range(world), (2 * step + 3, step, "evaluation"))
+    at_s = waits(story, at_s, for_s, said)
+    for rank in range(world):
+        story.progress(at_s + rank / 1000, rank, 2 * step + 4, step, phase="step", world=world)
+    return at_s
+
+
+def test_one_evaluation_of_many_ranks_is_one() -> None:
+    """A look at two batches at the start, by eight ranks, says nothing of the real one of a quarter of an hour."""
+    story = default_job()
+    at_s = job(story, 3, 2, world=8)
+    at_s = evaluated(story, at_s, 5, 2, world=8)
+    at_s = job(story, 3, 2, at_s=at_s, first=10, world=8)
+    evaluated(story, at_s, 900, 12, world=8)
+    assert of(Signal, story) == []
+
+
+def test_an_evaluation_that_a_learned_limit_cut_short_is_held_to_the_stated_one_the_next_time() -> None:
+    """Else it would be ended each time, and never be learned of."""
+    story = default_job()
+    at_s = 0.0
+    for number in range(4):
+        at_s = job(story, 3, 2, at_s=at_s, first=10 * number)
+        at_s = evaluated(story, at_s, 30, 10 * number + 2)
+    at_s = job(story, 3, 2, at_s=at_s, first=100)
+    at_s = waits(story, at_s, 650, dict.fromkeys((0, 1), (300, 102, "evaluation")))
+    assert ["(limit 600 s)" in one.evidence for one in of(Signal, story)] == [True]
+    for rank in range(2):
+        story.exited(at_s, rank, signal=9, asked=True)
+    for second in range(2000):
+        for rank in range(2):
+            phase = "startup" if second < 10 else "step" if second < 20 else "evaluation"
+            story.progress(
+                at_s + second, rank, min(second, 21), second - 10 if 10 <= second < 20 else -1, phase=phase, attempt=2
+            )
+        story.tick(at_s + second + 0.5)
+    first, second_ = of(Signal, story)
+    assert first.step == 102 and "in phase evaluation (limit 1800 s)" in second_.evidence
+
+
+def test_one_monster_makes_a_limit_the_stated_one_and_never_longer() -> None:
+    story = default_job()
+    at_s = evaluated(story, job(story, 3, 2), 1700, 2)
+    for number in range(1, 6):
+        at_s = evaluated(story, job(story, 3, 2, at_s=at_s, first=10 * number), 30, 10 * number + 2)
+    at_s = job(story, 3, 2, at_s=at_s, first=100)
+    waits(story, at_s, 1900, dict.fromkeys((0, 1), (300, 102, "evaluation")))
+    (hang,) = of(Signal, story)
+    assert 1800 <= (hang.seen_ns - ns(at_s)) / 1e9 <= 1808
+
+
+def test_what_a_broker_slept_through_is_learned_by_no_limit() -> None:
+    story = default_job()
+    at_s = 0.0
+    for number in range(4):
+        at_s = evaluated(story, job(story, 3, 2, at_s=at_s, first=10 * number), 30, 10 * number + 2)
+        at_s = job(story, 3, 2, at_s=at_s, first=10 * number + 4)
+        for rank in range(2):
+            story.progress(at_s, rank, 20 * number + 15, 10 * number + 6, phase="evaluation")
+        at_s += 1500  # the bus was down
+        story.tick(at_s)
+        for rank in range(2):
+            story.progress(at_s + 5, rank, 20 * number + 16, 10 * number + 6)
+        at_s += 15
+    at_s = job(story, 3, 2, at_s=at_s, first=5000)
+    waits(story, at_s, 700, dict.fromkeys((0, 1), (30_000, 5002, "evaluation")))
+    (hang,) = of(Signal, story)
+    assert "in phase evaluation (limit 600 s)" in hang.evidence
+
+
+def test_a_rank_that_evaluates_alone_while_the_others_train_is_not_behind() -> None:
+    """A quarter of an hour each time: below what is stated, above what is learned of all ranks together."""
+    story = default_job()
+    step, progress = 0, 0
+    for second in range(5 * 1000):
+        part = second % 1000
+        step += part % 2
+        story.progress(second, 1, 2 * step + 2, step)
+        if part < 100:
+            progress += 1
+            story.progress(second, 0, progress, step)
+        else:
+            story.progress(second, 0, progress + 1, step - (part - 100) // 2, phase="evaluation")
+            progress += part == 100
+        story.tick(second + 0.5)
+    assert of(Signal, story) == []
+
+
+def test_phases_that_come_and_go_without_a_step_are_a_hang_in_the_end() -> None:
+    """A checkpoint that fails and is tried again, for ever."""
+    story = running(begun(), 1, 10)
+    story.adopt(9.6, LIMITS.model_copy(update={"hang": LIMITS.hang.model_copy(update={"stepless_s": 60.0})}))
+    for second in range(10, 80):
+        for rank in range(2):
+            story.progress(second, rank, 20 + second, 9, phase="checkpoint" if second % 2 else "step")
+        story.tick(second + 0.5)
+    (hang,) = of(Signal, story)
+    assert (hang.symptom, hang.rule, hang.step) == ("job_hang", "no_step", 9) and hang.seen_ns <= ns(70.5)
+    assert of(SignalCleared, story) == []
+    running(story, 80, 90, step=60)
+    assert len(of(SignalCleared, story)) == 1 and len(of(Signal, story)) == 1
+
+
+def test_many_evaluations_one_after_another_are_no_hang() -> None:
+    story = default_job()
+    at_s = job(story, 3, 2)
+    for part in range(12):
+        at_s = waits(story, at_s, 900, dict.fromkeys((0, 1), (100 + part, 2, "evaluation")))
+    assert of(Signal, story) == []
+
+
+def test_a_script_that_speaks_by_one_rank_is_held_to_the_limit_of_the_phase_that_it_tells() -> None:
+    """The others never tell of a step: they are not in their start-up for ever."""
+    story = running(begun(world=1), 1, 10, world=1)
+    for rank in range(1, 8):
+        story.started(9, rank, world=8)
+    waits(story, 10, 10, {0: (20, 9, "step")} | dict.fromkeys(range(1, 4), (0, -1, "startup")))
+    (hang,) = of(Signal, story)
+    assert "in phase step (limit 5 s)" in hang.evidence
+
+
+def test_a_broker_that_stumbles_again_and_again_hides_no_hang() -> None:
+    story = default_job()
+    at_s = job(story, 10, 2)
+    for second in range(2000):
+        for rank in range(2):
+            story.progress(at_s + second, rank, 20, 9)
+        if second % 300 > 5:  # six seconds without a tick, every five minutes
+            story.tick(at_s + second + 0.5)
+    (hang,) = of(Signal, story)
+    assert 600 < (hang.seen_ns - ns(at_s)) / 1e9 <= 1250
+
+
+def test_progress_that_waited_out_an_outage_is_no_hang() -> None:
+    story = default_job()
+    at_s = job(story, 10, 2)
+    after_s = at_s + 7200
+    story.tick(after_s)
+    for rank in range(2):
+        story.progress(after_s + 5, rank, 60, 30, held_s=7000)
+    waits(story, after_s + 6, 550, dict.fromkeys((0, 1), (60, 30, "step")))
+    assert of(Signal, story) == []
+
+
 def links(story: Story, at_s: float, until_s: float, carried: dict[int, float], step: int = 9) -> None:
     """Hooks that still speak, and a sample of every node's links each half minute: bytes a second."""
     for second in range(int(at_s), int(until_s)):
