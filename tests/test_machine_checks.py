@@ -303,6 +303,17 @@ def test_the_switches_of_torch_and_the_environment_are_as_before(monkeypatch: py
     assert (around.changed, around.restored) == ([], True)
 
 
+def test_what_loading_torch_brings_along_is_no_change_of_the_first_test() -> None:
+    script = (
+        "import json, sys; from keepstep import diagnose; assert 'torch' not in sys.modules; "
+        "(result,) = diagnose.one(diagnose.Machine({'within_s': 60}), 'gpu_self_test'); print(json.dumps(result))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["passed"], result["restored"]) == (True, True), result["changed"]
+    assert not any("could not be put back" in change for change in result["changed"])
+
+
 # Runs
 
 

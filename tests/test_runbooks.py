@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from typer.exceptions import Exit, TyperException
 from typer.main import get_command
 
 from events.decision import DecisionMade, HandOverReason
@@ -43,6 +45,54 @@ def test_pages_name_commands_that_there_are() -> None:
                 named.setdefault(command, set()).add(name)
     assert {"explain", "restart", "override", "ack"} <= set(named)
     assert {c: n for c, n in named.items() if c not in COMMANDS} == {}
+
+
+def commands_in(text: str) -> list[tuple[str, bool]]:
+    """Each `keepstep …` of a page, and whether it stands there to be copied (in a block), not in passing."""
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S))
+    found = [(line, True) for line in re.findall(r"(?:^|\| )(keepstep .*)$", blocks, re.M)]
+    found += [(words.replace("\n", " "), False) for words in re.findall(r"`(keepstep [^`]+)`", text)]
+    return [(re.split(r"\s+#\s", line)[0].replace("…", "x"), copied) for line, copied in found]
+
+
+def refusal(line: str) -> str:
+    """Why the command line would not take these words; '' if it does. Nothing is run."""
+    command, words = get_command(app), shlex.split(line)[1:]
+    context = command.make_context("keepstep", list(words))
+    try:
+        while hasattr(command, "commands"):
+            name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])  # type: ignore[attr-defined]
+            context = command.make_context(name, list(rest), parent=context)
+    except TyperException as error:
+        return f"{type(error).__name__} {error}"
+    except Exit:
+        return ""
+    return ""
+
+
+@pytest.mark.parametrize("path", [Path("README.md"), *sorted(FOLDER.glob("*.md"))], ids=lambda path: path.stem)
+def test_each_command_of_a_page_is_taken_as_it_stands_there(path: Path) -> None:
+    found = commands_in(path.read_text(encoding="utf-8"))
+    refused = {line: why for line, copied in found if (why := refusal(line))}
+    assert found and len(found) > 3
+    copied = {line for line, there in found if there}
+    wrong = {
+        line: why
+        for line, why in refused.items()
+        if line in copied or not (why.startswith("MissingParameter") or "|" in line or " N" in line)
+    }
+    assert wrong == {}
+
+
+def test_a_command_that_there_is_not_is_refused() -> None:
+    for line in (
+        "keepstep nosuch",
+        "keepstep hold --nosuch",
+        "keepstep spares 3 4",
+        "keepstep grouptest nosuch",
+        "keepstep spares x",
+    ):
+        assert refusal(line), line
 
 
 def handed_over() -> list[DecisionMade]:
