@@ -135,6 +135,19 @@ class GpuSample(Fact):
     lost: tuple[LostGpu, ...] = Field(default=(), max_length=GPUS_MAX)
 
 
+class GpuClocks(Fact):
+    """How fast and how hot a node's GPUs run that have work, told on its job's stream twice a minute: what a slow job's nodes are held
+    against each other by. `slowest`: the one furthest below the most its clock can, at `slowest_share` of that, and why; `gpus`: how many
+    have work; `temperature_celsius`: of the hottest of them."""
+
+    TYPE: ClassVar[str] = "keepstep.gpu_clocks.v1"
+    gpus: int = Field(ge=1, le=GPUS_MAX)
+    slowest: int = Field(ge=0, le=1_000_000)
+    slowest_share: float = Field(gt=0, le=2, allow_inf_nan=False)
+    reasons: tuple[ClockReason, ...] = Field(default=(), max_length=16)
+    temperature_celsius: float | None = Field(default=None, ge=-1000, le=1000)
+
+
 class GpuWatch(Fact):
     """How it stands with the watching of GPUs, told when it changes and at each answer that did not come in time.
 

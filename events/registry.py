@@ -21,7 +21,7 @@ FACTS: tuple[type[Fact], ...] = (
     incident.DetectorStarted,
     host.HostSample, host.LastBoot, host.Configuration, host.ConfigurationDrift, rank_log.RankLog,
     network.NicBaseline, network.LinkChanged, network.LinkTraffic, network.NicSample, topology.TopologyDeclared, topology.RankDevices,
-    gpu.GpuSample, gpu.GpuWatch, gpu.GpuXid,
+    gpu.GpuSample, gpu.GpuClocks, gpu.GpuWatch, gpu.GpuXid,
     decision.DeciderStarted, decision.IncidentOpened, decision.EvidenceJudged, decision.SharedCause, decision.TimerSet,
     decision.TimerFired, decision.DecisionMade, decision.IntentIssued, decision.IncidentClosed, decision.AttemptEnded,
     decision.RevisionStable, decision.MachineJudged, decision.Diverged,

@@ -1,7 +1,8 @@
 """How fast a job goes: against its own recent past, and each rank's own work against its peers'. A part of the detector "job". Pure.
 
 In synchronous training every rank takes as long as the slowest, so the step time says that something is slow and never who. What names
-a node is the time that its ranks spent in their own compute before they waited (`busy_s`), where scripts tell it.
+a node is the time that its ranks spent in their own compute before they waited (`busy_s`), where scripts tell it; and, beside a decline,
+that its GPUs alone run below their peers' clocks (clocks.py).
 
 Speed is judged in blocks of steps, of which one long one (a checkpoint that the others wait for, an evaluation that is not declared)
 does not move the median. The hook leaves out what it spent in other phases.
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 
 from events.clock import NS
 from events.envelope import Fact
+from events.gpu import GpuClocks
 from events.incident import Confidence, Signal, SignalCleared
 from events.presence import Tick
 from events.training import RankExit, RankStarted, StepSample, TrainingProgress
+from processors import clocks as clocks_
 from processors import policy
 from processors.detector import Claim, PartitionClock, Seen, quote
 from processors.ranks import CHUNK, RANKS_MAX, ByRank, each, get, put
@@ -93,6 +96,7 @@ class PaceState(NamedTuple):
     told_node: str = ""
     told_slow: str = ""
     cause: str = ""
+    clocks: clocks_.Clocks = ()
 
 
 _EMPTY = PaceState()
@@ -102,7 +106,7 @@ class PaceHealth:
     """`pace` of the settings."""
 
     name = "pace"
-    reads: frozenset[type[Fact]] | None = frozenset((TrainingProgress, RankStarted, RankExit, Tick))
+    reads: frozenset[type[Fact]] | None = frozenset((TrainingProgress, RankStarted, RankExit, GpuClocks, Tick))
 
     def key_of(self, seen: Seen) -> str:
         return seen.job
@@ -118,6 +122,8 @@ class PaceHealth:
             nodes: dict[str, int] = {}
             rows = [(n, nodes.setdefault(o[0], len(nodes)), *o[1:]) for n, o in each(state.own)]
             out["own"] = {"nodes": list(nodes), "rows": rows}
+        if state.clocks:
+            out["clocks"] = clocks_.dump(state.clocks)
         if state.suspects:
             out["suspects"] = [list(one) for one in state.suspects]
         return out
@@ -137,6 +143,8 @@ class PaceHealth:
         for name in ("block", "past"):
             if name in changes:
                 changes[name] = tuple(changes[name])
+        if "clocks" in changes:
+            changes["clocks"] = clocks_.load(changes["clocks"])
         if "suspects" in changes:
             changes["suspects"] = tuple(Suspect(*one) for one in changes["suspects"])
         return PaceState(**changes)
@@ -153,6 +161,10 @@ class PaceHealth:
                 return state, ()
             return _round(state, clock.now_ns, rules, claims), tuple(claims)
         attempt = seen.event.attempt
+        if kind is GpuClocks:
+            if attempt != state.attempt:
+                return state, ()
+            return state._replace(clocks=clocks_.heard(state.clocks, seen.node, seen.seen_ns, data)), ()
         if attempt < state.attempt or not data.rank < data.world_size <= RANKS_MAX:
             return state, ()
         if attempt > state.attempt:
@@ -262,7 +274,9 @@ def _decline(state: PaceState, seen_ns: int, trigger: str, rules: policy.Pace, c
     if state.slow < rules.decline_blocks:
         return state
     sole = state.suspects[0] if len(state.suspects) == 1 and state.suspects[0].rounds >= ROUNDS_BESIDE_DECLINE else None
-    if state.told and (sole is None or state.told_node):
+    low, clocks = clocks_.slower(state.clocks, seen_ns, rules)
+    node, rank = (sole.node, sole.rank) if sole else (low[0].node, -1) if len(low) == 1 and not state.suspects else ("", -1)
+    if state.told and (not node or state.told_node):
         return state
     usual = median(state.past)
     text = (
@@ -276,8 +290,9 @@ def _decline(state: PaceState, seen_ns: int, trigger: str, rules: policy.Pace, c
         text += f"; {len(state.suspects)} nodes are slower than their peers: {some}"
     elif state.own:
         text += "; no node's own work stands out beside its peers'"
-    _signal(claims, state, sole, "high", "pace_decline", text, seen_ns, trigger, state.slow)
-    return state._replace(told=True, told_node=sole.node if sole else "")
+    text += f"; {clocks}" if clocks else ""
+    _signal(claims, state, node, rank, "high", "pace_decline", text, seen_ns, trigger, state.slow)
+    return state._replace(told=True, told_node=node)
 
 
 # --- against its peers --------------------------------------------------------------------------------------------------------
@@ -326,7 +341,7 @@ def _slow_node(state: PaceState, now_ns: int, rules: policy.Pace, learning: bool
     if not from_start and (learning or sole.rounds < rules.slow_rounds):
         return state
     since = "since the attempt began" if from_start else f"in {sole.rounds} rounds on end"
-    _signal(claims, state, sole, "low", "slow_node", f"{_who(sole)}, {since}", now_ns, "", sole.rounds)
+    _signal(claims, state, sole.node, sole.rank, "low", "slow_node", f"{_who(sole)}, {since}", now_ns, "", sole.rounds)
     return state._replace(told_slow=sole.node)
 
 
@@ -338,11 +353,11 @@ def _who(one: Suspect) -> str:
 
 
 def _signal(
-    claims: list[Claim], state: PaceState, who: Suspect | None, confidence: Confidence, rule: str, text: str, seen_ns: int,
+    claims: list[Claim], state: PaceState, node: str, rank: int, confidence: Confidence, rule: str, text: str, seen_ns: int,
     trigger: str, count: int,
 ) -> None:  # fmt: skip
     signal = Signal(
-        symptom="mfu_decline", node=who.node if who else "", rank=who.rank if who else -1, confidence=confidence, rule=rule,
+        symptom="mfu_decline", node=node, rank=rank, confidence=confidence, rule=rule,
         evidence=quote(text), seen_ns=seen_ns, step=state.voice.step, count=count,
     )  # fmt: skip
     causes = tuple(dict.fromkeys(cause for cause in (state.cause, trigger) if cause))

@@ -167,6 +167,9 @@ class Pace(_Section):
     round_s: Seconds = 10.0
     slow_min: Annotated[float, Field(gt=0, le=100)] = 0.2
     slow_rounds: Annotated[int, Field(ge=1, le=1000)] = 5
+    #: Beside a decline: a node whose slowest GPU runs below its peers' clocks by this share, told within this time.
+    clock_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    clock_s: Seconds = 75.0
 
 
 class Detectors(_Section):

@@ -22,7 +22,7 @@ from events.envelope import TEXT_MAX
 from events.gpu import GpuSample, GpuWatch, GpuXid, WatchState
 from events.presence import AgentState, RankProcess
 from producers.nvml_child import Child, Standing
-from producers.nvml_values import error_text, hello, lost_indices, mapping, rows, sample, text, whole
+from producers.nvml_values import clocks, error_text, hello, lost_indices, mapping, rows, sample, text, whole
 from producers.observe import Desk
 
 PRODUCER = "nvml"
@@ -34,6 +34,8 @@ _NO_DRIVER = {
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 #: While so much waits on disk for the bus, only one sample in so many is kept: what is rare must not be lost to them.
 _WAITING_MIN, _KEPT_ONE_IN = 512, 6
+#: The job is told of clocks and heat this often, as of its links' traffic.
+_CLOCKS_NS = 28 * NS
 _LATE_S = 1.0
 
 
@@ -110,6 +112,7 @@ class NvmlProducer:
         self._expected: set[str] = set()
         self._before: dict[str, Any] = {}
         self._before_ns = 0
+        self._clocks_ns = -_CLOCKS_NS
         self._skipped = 0
         #: Until NVML is initialised anew, to look for a GPU that is lost.
         self._again_s = self.settings.again_s
@@ -278,6 +281,9 @@ class NvmlProducer:
         )
         self._before, self._before_ns, self.last = answer, now_ns, fact
         self._expected |= {one.uuid for one in fact.gpus if one.uuid}
+        if self.desk.job and now_ns - self._clocks_ns >= _CLOCKS_NS and (told := clocks(fact)) is not None:
+            self._clocks_ns = now_ns
+            self.desk.about_job(PRODUCER, self.desk.job, self.desk.attempt, told)
         self._skipped += 1
         if changed or self.desk.outbox.waiting < _WAITING_MIN or self._skipped >= _KEPT_ONE_IN:
             self._skipped = 0

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from events.envelope import NAME_MAX
-from events.gpu import ERRORS_MAX, GPUS_MAX, LINKS_MAX, PROCESSES_MAX, Gpu, GpuSample, LinkErrors, LostGpu
+from events.gpu import ERRORS_MAX, GPUS_MAX, LINKS_MAX, PROCESSES_MAX, Gpu, GpuClocks, GpuSample, LinkErrors, LostGpu
 
 MIB, KIB = 1024 * 1024, 1024
+#: From this utilisation on a GPU has work.
+BUSY_PERCENT = 50.0
 
 #: NVML's bits, lowest first.
 _REASONS = (
@@ -259,6 +261,31 @@ def sample(
         on_bus=on_bus,
         gpus=tuple(one for one in gpus if one is not None),
         lost=lost(raw, known),
+    )
+
+
+def clocks(fact: GpuSample) -> GpuClocks | None:
+    """The clocks and heat of the GPUs that have work, for the job that runs here; None where none has, or their clocks are not told."""
+    busy = [
+        (one.sm_clock_mhz / one.sm_clock_max_mhz, one)
+        for one in fact.gpus
+        if one.sm_clock_mhz and one.sm_clock_max_mhz and one.sm_clock_max_mhz <= 1000 * one.sm_clock_mhz <= 2000 * one.sm_clock_max_mhz
+        and (one.utilization_percent or 0) >= BUSY_PERCENT
+    ]  # fmt: skip
+    if not busy:
+        return None
+    share, slowest = min(busy, key=lambda pair: (pair[0], pair[1].index))
+    heat = [
+        one.temperature_celsius
+        for _, one in busy
+        if one.temperature_celsius is not None and abs(one.temperature_celsius) <= 1000
+    ]
+    return GpuClocks(
+        gpus=len(busy),
+        slowest=min(slowest.index, 1_000_000),
+        slowest_share=round(share, 4),
+        reasons=slowest.clock_reasons or (),
+        temperature_celsius=max(heat, default=None),
     )
 
 

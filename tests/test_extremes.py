@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from events.envelope import Fact
-from events.gpu import GpuSample, GpuWatch, GpuXid
+from events.gpu import GpuClocks, GpuSample, GpuWatch, GpuXid
 from events.hardware import EvidenceGap, KernelLog
 from events.host import Configuration, HostSample, LastBoot
 from events.network import LinkChanged, LinkTraffic, NicSample
@@ -26,7 +26,7 @@ from tests.telemetry import Story, catalogue
 
 KINDS: dict[str, tuple[type[Fact], ...]] = {
     "node": (GpuSample, GpuWatch, GpuXid, KernelLog, EvidenceGap, HostSample, LastBoot, LinkChanged, NicSample, Heartbeat, AgentState),
-    "job": (TrainingProgress, TrainingProgress, RankStarted, RankExit, RankLog, LinkTraffic, Heartbeat, Configuration),
+    "job": (TrainingProgress, TrainingProgress, RankStarted, RankExit, RankLog, LinkTraffic, GpuClocks, Heartbeat, Configuration),
 }  # fmt: skip
 DETECTORS: dict[str, Detector[Any]] = {"node": node_detector(catalogue()), "job": job_detector()}
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from events import subjects
 from events.envelope import AnyEvent
-from events.gpu import Gpu, GpuSample, GpuWatch, GpuXid
+from events.gpu import Gpu, GpuClocks, GpuSample, GpuWatch, GpuXid
 from events.incident import Signal, SignalCleared
 from events.ports import Record
 from events.presence import AgentState, RankProcess
@@ -217,6 +217,25 @@ async def test_counters_that_move_and_a_hot_gpu(stub: Stub) -> None:
     assert (gpus[6].pcie_width, gpus[6].pcie_width_max) == (8, 16)
     assert gpus[7].recovery_action == "drain_and_reset"
     assert gpus[4].errors == ("power_mw: the GPU needs a reset",) and gpus[4].recovery_action == "reset"
+
+
+async def test_the_job_is_told_of_the_slowest_clock_and_the_hottest_gpu_that_have_work(stub: Stub) -> None:
+    async with watching() as (heard, producer):
+        await until(lambda: heard.samples)
+        assert heard.of(GpuClocks) == []  # no job runs here
+        for key, value in {"5.temperature": 91, "5.clock_reasons": 0x40, "5.sm_clock": 600, "5.utilization": 97}.items():
+            stub.set(key, value)
+        await until(lambda: heard.samples[-1].gpus[5].sm_clock_mhz == 600)
+        producer.desk.job, producer.desk.attempt = "gpt", 3
+        await until(lambda: heard.of(GpuClocks))
+    told = heard.of(GpuClocks)[0]
+    most = heard.samples[-1].gpus[5].sm_clock_max_mhz
+    assert (told.slowest, told.slowest_share, told.reasons, told.temperature_celsius) == (
+        5,
+        round(600 / most, 4),
+        ("hw_thermal",),
+        91,
+    )
 
 
 async def test_an_xid_is_told_at_once(stub: Stub) -> None:

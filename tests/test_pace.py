@@ -6,11 +6,13 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from events.gpu import GpuClocks
 from events.incident import Signal, SignalCleared
 from events.training import StepSample, TrainingProgress
 from processors.detector import PartitionFold
@@ -182,11 +184,12 @@ def test_late_and_doubled_messages_change_nothing() -> None:
 def test_the_state_survives_its_own_text() -> None:
     story = begun()
     train(story, 170, lambda i: 2.0 if i < 150 else 3.0, busy_s=slow_from(150, 6, 1.6))
+    clocked(story, 100, lambda at_s, node: 0.7)
     fold = PartitionFold(PACE)
     for record in story.records:
         fold.feed(record)
     state = fold.keys["gpt"].state
-    assert state.suspects and state.past and state.own
+    assert state.suspects and state.past and state.own and state.clocks
     assert PACE.load("gpt", PACE.dump(state)) == state
 
 
@@ -246,6 +249,73 @@ def test_what_waited_in_a_spool_says_nothing_of_a_ranks_present_work() -> None:
             sample = StepSample(step=step - 90, ended_ns=0, step_time_s=2, busy_s=5.0)
             said(story, at_s, rank, sample, held_s=100)
     assert claims(story) == []
+
+
+def clocked(
+    story: Story, until_s: float, shares: Callable[[float, int], float], nodes: int = 4, heat: float = 60, **more: Any
+) -> None:
+    """Each node's word of its clocks, twice a minute, in its place among what is told already."""
+    for at_s in range(0, int(until_s), 30):
+        for node in range(nodes):
+            share = shares(at_s, node)
+            reasons: Any = ("hw_slowdown", "hw_thermal") if share < 0.8 else ()
+            fact = GpuClocks(
+                gpus=8, slowest=3, slowest_share=share, reasons=reasons, temperature_celsius=heat if share > 0.8 else 92
+            )
+            story.say(at_s, f"n{node}", fact, job="gpt", attempt=1, on_job=True, producer="nvml", **more)
+    records = sorted(story.records, key=lambda record: record.time_ns)
+    story.records = [replace(record, sequence=i) for i, record in enumerate(records, 1)]
+
+
+def test_a_throttled_node_is_named_beside_a_decline() -> None:
+    story = begun()
+    end_s = train(story, 300, lambda i: 2.0 if i < 150 else 2.6)
+    clocked(story, end_s, lambda at_s, node: 0.7 if at_s >= 300 and node == 2 else 0.95)
+    (high,) = signals(story)
+    assert (high.node, high.rank, high.confidence) == ("n2", -1, "high")
+    assert "below their peers' clocks (95%): GPU 3 of n2 at 70% at 92 °C, hw_slowdown, hw_thermal" in high.evidence
+
+
+def test_low_clocks_without_a_decline_are_nothing() -> None:
+    story = begun()
+    end_s = train(story, 300, lambda i: 2.0)
+    clocked(story, end_s, lambda at_s, node: 0.5 if node == 2 else 0.95)
+    assert claims(story) == []
+
+
+def test_where_all_are_throttled_nobody_is_named_and_the_heat_is_told() -> None:
+    story = begun()
+    end_s = train(story, 300, lambda i: 2.0 if i < 150 else 2.6)
+    clocked(story, end_s, lambda at_s, node: 0.7 if at_s >= 300 else 0.95)
+    (high,) = signals(story)
+    assert (
+        high.node == ""
+        and "no node's clocks stand out (the middle is 70% of what they can, the hottest GPU at 92 °C)" in high.evidence
+    )
+
+
+def test_a_rank_whose_work_is_slow_goes_before_a_node_whose_clocks_are() -> None:
+    story = begun()
+    end_s = train(story, 300, lambda i: 2.0 if i < 150 else 3.0, busy_s=slow_from(150, 6, 1.6))
+    clocked(story, end_s, lambda at_s, node: 0.7 if at_s >= 300 and node == 1 else 0.95)
+    named = [one for one in signals(story) if one.node]
+    assert {one.node for one in named} == {"n3"} and "GPU 3 of n1 at 70%" in named[-1].evidence
+
+
+def test_several_throttled_nodes_are_listed_and_none_is_named() -> None:
+    story = begun()
+    end_s = train(story, 300, lambda i: 2.0 if i < 150 else 2.6)
+    clocked(story, end_s, lambda at_s, node: 0.7 if at_s >= 300 and node in (1, 2) else 0.95, nodes=6)
+    (high,) = signals(story)
+    assert high.node == "" and "GPU 3 of n1" in high.evidence and "GPU 3 of n2" in high.evidence
+
+
+def test_clocks_that_were_told_long_ago_name_nobody() -> None:
+    story = begun()
+    train(story, 300, lambda i: 2.0 if i < 150 else 2.6)
+    clocked(story, 100, lambda at_s, node: 0.7 if node == 2 else 0.95)
+    (high,) = signals(story)
+    assert high.node == "" and "clocks" not in high.evidence
 
 
 @pytest.mark.skipif(not CASES.exists(), reason="needs ../shared")
