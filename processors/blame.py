@@ -1,6 +1,6 @@
 """Which rank failed first, and whether the code is to blame for it: what the job's detector remembers of an attempt's failing exits. Pure.
 
-Exits of different nodes arrive in any order; each carries when it ended, by its host's clock. What died of a peer's end is no root, and
+Exits of different nodes arrive in any order; each carries when it ended, by its host's clock, which may be wrong. What died of a peer's end is no root, and
 only the root's exception is the job's: those that come after it may be anything.
 """
 
@@ -62,8 +62,16 @@ def logged(roots: Roots, data: RankLog) -> Roots:
     )
 
 
-def ended_ns(data: RankExit, seen_ns: int) -> int:
-    return data.ended_ns or seen_ns
+def ended_ns(data: RankExit, time_ns: int, seen_ns: int, began_ns: int, apart_ns: int) -> int:
+    """When it ended, in broker time. Hosts' clocks say it finer than arrival does; but one that is further than `apart_ns` from the broker's
+    (`time_ns` by the host's is `seen_ns` by the broker's) is set right, or its ranks would always, or never, have failed first. An end before the attempt began (`began_ns`) is not known."""
+    if not data.ended_ns:
+        return seen_ns
+    if abs(time_ns - seen_ns) <= apart_ns:
+        ended = min(data.ended_ns, max(time_ns, seen_ns))
+    else:
+        ended = seen_ns - max(0, time_ns - data.ended_ns)
+    return ended if ended >= began_ns - apart_ns else seen_ns
 
 
 def worth_reading(roots: Roots, ended: int) -> bool:

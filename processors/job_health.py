@@ -306,7 +306,8 @@ def _exit(state: JobState, clock: PartitionClock, seen: Seen, data: RankExit, cl
         return state
     ranks = ranks_.put(state.ranks, data.rank, known._replace(exit=FAILED))
     state = state._replace(ranks=ranks, heard_ns=heard_ns, failed=state.failed + 1)
-    ended_ns = blame.ended_ns(data, seen.seen_ns)
+    apart_ns = int(clock.settings.host.clock_offset_s_max * NS)
+    ended_ns = blame.ended_ns(data, seen.event.time, seen.seen_ns, state.began_ns, apart_ns)
     whole = blame.worth_reading(state.roots, ended_ns)
     ending = reading(data, seen.node, dict(state.words).get(data.rank, ""), whole=whole)
     if whole and not state.asked:

@@ -53,12 +53,14 @@ class Story:
     def say(
         self, at_s: float, node: str, fact: Fact, *, job: str = "", attempt: int = 0, held_s: float = 0, producer: str = "agent",
         number: int | None = None, boot: str = "boot-1", on_job: bool = False, id: str = "",
+        ahead_s: float = 0,
     ) -> Record:  # fmt: skip
+        """`ahead_s`: by how much the node's own clock is ahead of the broker's."""
         source = f"node/{node}/{producer}"
         if number is None:
             number = next(self._numbers.setdefault(source, count(1)))
         event = make(
-            fact, id=id or f"e{len(self.records) + 1}", source=source, subject=node, time=ns(at_s - held_s), number=number, bootid=boot,
+            fact, id=id or f"e{len(self.records) + 1}", source=source, subject=node, time=ns(at_s - held_s + ahead_s), number=number, bootid=boot,
             job=job, attempt=attempt,
         )  # fmt: skip
         kind = fact.kind()

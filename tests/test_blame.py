@@ -92,6 +92,30 @@ def test_what_another_rank_raises_after_the_first_failure_is_not_the_codes(first
     assert [one.symptom for one in of(Signal, story)] == ["rank_exit", "rank_exit"]
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, -2.0, 2.0, 3600.0])
+@pytest.mark.parametrize("code_first", [False, True])
+def test_a_nodes_clock_that_is_wrong_does_not_decide_who_failed_first(ahead_s: float, code_first: bool) -> None:
+    """The rank that raises is on a node whose clock is off; another one was killed a fifth of a second before it, or after it."""
+    story = trained()
+    killed_s = 5.4 if code_first else 5.0
+    if not code_first:
+        exited(story, killed_s, 0, signal=9)
+    exited(story, 5.2, 1, 5.2 + ahead_s, code=1, stderr=TYPE_ERROR, ahead_s=ahead_s)
+    if code_first:
+        exited(story, killed_s, 0, signal=9)
+    exited(story, 5.5, 2, code=1, stderr=TYPE_ERROR)
+    assert [one.rank for one in blames(story)] == ([1] if code_first else [])
+
+
+@pytest.mark.parametrize("ended_ns", [1, ns(10**6), 10**40])
+def test_an_end_in_another_time_altogether_is_when_it_was_told(ended_ns: int) -> None:
+    story = trained()
+    exited(story, 5.0, 0, signal=9)
+    story.exited(5.2, 1, world=WORLD, ended_ns=ended_ns, code=1, stderr=TYPE_ERROR)
+    exited(story, 5.4, 2, code=1, stderr=TYPE_ERROR)
+    assert blames(story) == []
+
+
 def test_an_exception_of_no_known_kind_is_said_with_low_confidence_and_a_surer_one_that_came_before_it_once_more() -> None:
     story = trained()
     exited(story, 5.0, 0, 4.9, code=1, stderr=traceback("RuntimeError: shards do not add up"))
