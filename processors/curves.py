@@ -31,24 +31,30 @@ RATIO_MAX = 1e9
 NAMED_MAX = 8
 
 
+class Run(NamedTuple):
+    """Of one curve: steps that jump in the present run of them, `calm` steps on end that do not, jumps and highest ratio of the trouble."""
+
+    steps: int = 0
+    calm: int = 0
+    jumps: int = 0
+    peak: float = 0.0
+
+    def step(self, ratio: float, calm_steps: int) -> Run:
+        if ratio:
+            return Run(self.steps + 1, 0, self.jumps + 1, max(self.peak, ratio))
+        return Run(self.steps if self.calm + 1 < calm_steps else 0, self.calm + 1, self.jumps, self.peak)
+
+
 class Jump(NamedTuple):
-    """Steps from `bad_step` on of which some jump. `loss`, `norm`: how many did, and the highest ratios to the median; `*_calm`: steps on
-    end that did not."""
+    """Steps from `bad_step` on of which some jump. Loss and gradient norm last each by itself: a few spikes of the loss do not add up over
+    a long one of the norm."""
 
     bad_step: int
     cause: str
     last_step: int = -1
-    loss: int = 0
-    norm: int = 0
-    loss_peak: float = 0.0
-    norm_peak: float = 0.0
-    loss_calm: int = 0
-    norm_calm: int = 0
+    loss: Run = Run()
+    norm: Run = Run()
     told: bool = False
-
-    def over(self, steps: int) -> bool:
-        """Whether each curve that jumped was calm for so many steps."""
-        return (not self.loss or self.loss_calm >= steps) and (not self.norm or self.norm_calm >= steps)
 
 
 class NotANumber(NamedTuple):
@@ -204,16 +210,12 @@ def _value(
     if loss_ratio or norm_ratio:
         jump = jump._replace(bad_step=min(jump.bad_step, step), last_step=max(jump.last_step, step))
     if loss is not None:
-        jump = jump._replace(
-            loss=jump.loss + bool(loss_ratio), loss_peak=max(jump.loss_peak, loss_ratio), loss_calm=0 if loss_ratio else jump.loss_calm + 1
-        )  # fmt: skip
+        jump = jump._replace(loss=jump.loss.step(loss_ratio, rules.calm_steps))
     if norm is not None:
-        jump = jump._replace(
-            norm=jump.norm + bool(norm_ratio), norm_peak=max(jump.norm_peak, norm_ratio), norm_calm=0 if norm_ratio else jump.norm_calm + 1
-        )  # fmt: skip
-    if jump.over(rules.calm_steps):
+        jump = jump._replace(norm=jump.norm.step(norm_ratio, rules.calm_steps))
+    if not (jump.loss.steps or jump.norm.steps):
         return _jump_over(state, seen, rules, jump, claims, f"{rules.calm_steps} steps without")
-    if not jump.told and (jump.loss >= rules.loss_steps or jump.norm >= rules.grad_norm_steps):
+    if not jump.told and (jump.loss.steps >= rules.loss_steps or jump.norm.steps >= rules.grad_norm_steps):
         text = f"{_words(jump)}, and it lasts"
         _claim(claims, state, seen, "loss_spike", "high", "curve_jump", text, jump.bad_step, step, jump.cause)
         jump = jump._replace(told=True)
@@ -261,9 +263,9 @@ def _jump_over(state: CurvesState, seen: Seen, rules: policy.Curves, jump: Jump,
 
 def _words(jump: Jump) -> str:
     parts = [
-        f"{name} up to {peak:.1f} times the rolling median in {count} steps"
-        for name, count, peak in (("loss", jump.loss, jump.loss_peak), ("gradient norm", jump.norm, jump.norm_peak))
-        if count
+        f"{name} up to {run.peak:.1f} times the rolling median in {run.jumps} steps"
+        for name, run in (("loss", jump.loss), ("gradient norm", jump.norm))
+        if run.jumps
     ]
     return f"from step {jump.bad_step} to {jump.last_step}: " + ", ".join(parts)
 

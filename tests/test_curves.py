@@ -110,6 +110,17 @@ def test_a_norm_must_last_longer_than_a_loss() -> None:
     assert (low.confidence, low.bad_step, high.confidence, high.bad_step, high.step) == ("low", 100, "high", 159, 208)
 
 
+def test_short_spikes_of_the_loss_do_not_add_up_over_a_long_one_of_the_norm() -> None:
+    story = begun()
+    calm = steady(100)
+    bad = [(30.0 if i % 9 < 2 else 2.5, 40.0) for i in range(41)]
+    end = run(story, [*calm, *bad])
+    assert claims(story) == []
+    run(story, [(30.0, 40.0)] * 5, first=end)
+    (told_one,) = claims(story)
+    assert (told_one.rule, told_one.bad_step, told_one.step) == ("curve_jump", 100, end + 4)
+
+
 def test_the_window_does_not_learn_a_jump() -> None:
     """However long it lasts, it stays what it is."""
     story = begun()
