@@ -15,8 +15,10 @@ from infra.cli import app as frame
 from infra.cli import common, reading
 from infra.cli.app import app
 from infra.cli.common import Refused
+from infra.cli.follow import told_restart
 from infra.pipeline import default_policy_text
 from infra.recording import LOSSES_SAID_MAX, StreamWriter, read_stream
+from infra.supervise import Child
 from processors.policy import BadPolicy, parse
 from tests.golden.make import HERE
 from tests.golden.make import read as golden
@@ -159,3 +161,14 @@ def test_a_damaged_recording_is_identical_only_as_far_as_it_goes(tmp_path: Path)
     assert (done.exit_code, said["identical"], len(said["losses"])) == (1, True, 1)
     done = CliRunner().invoke(app, ["replay", str(writer.path)])
     assert done.stdout.rstrip().endswith("identical as far as it goes: the recording is damaged")
+
+
+def test_a_part_that_ends_again_and_again_is_told_ever_more_rarely(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    child = Child("actuators", [], tmp_path / "actuators.log")
+    child.log.write_text("one\nthe actuators end: the bus at nats://a is out of reach\n")
+    for restarts in range(9):
+        child.restarts = restarts
+        told_restart(child, 1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "actuators ended (1) and is started again: the actuators end: the bus at nats://a is out of reach"
+    assert [line.split(",")[1].split()[0] for line in said[1:]] == ["2", "4", "8"]

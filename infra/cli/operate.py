@@ -9,15 +9,12 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from actuators.git import GitFailed
-from events.action import OutcomeRecorded
-from events.decision import DecisionMade
 from events.job import JobDeclared, Place, RankOrder
 from events.ports import LEDGER
 from events.subjects import token
@@ -26,17 +23,18 @@ from infra.cli.common import (
     FINE,
     FOUND,
     HomeOption,
+    JsonOption,
     KeyOption,
     Refused,
     UrlOption,
     address,
     author,
-    clean,
-    put,
     run,
     say,
+    show_json,
     with_bus,
 )
+from infra.cli.follow import follow_job, told_restart
 from infra.cli.operator import known, read_policy
 from infra.cli.status import last_heard
 from infra.cli.topology import TopologyOption, declare, declared_topology, topology_of
@@ -47,7 +45,6 @@ from infra.notify_settings import channels_of, load
 from infra.pipeline import Node, Pipeline, default_policy_text, start_control
 from infra.pipeline import say as tell
 from infra.supervise import Supervisor
-from infra.watch import Watch
 from processors import policy as policies
 
 NodesOption = Annotated[
@@ -120,6 +117,7 @@ def register(app: typer.Typer) -> None:
             actuate=actuate_script(actuate),
             notify=notify_file(notify),
             on_bus=say,
+            on_restart=told_restart,
         )
 
         async def work() -> None:
@@ -153,7 +151,7 @@ def register(app: typer.Typer) -> None:
 
         async def work() -> None:
             stop = until_signal()
-            supervisor = Supervisor(where.home.logs)
+            supervisor = Supervisor(where.home.logs, told_restart)
             try:
                 await start_control(supervisor, where, script, f"@{host_name()}-{os.getpid()}", pages)
                 say(f"control: on {url}, logs in {where.home.logs}; Ctrl-C stops it")
@@ -186,7 +184,7 @@ def register(app: typer.Typer) -> None:
         policy: Annotated[Path | None, typer.Option("--policy", help="Policy file, when the pipeline is started here")] = None,
         detach: Annotated[bool, typer.Option("--detach", help="Declare the job and return (the pipeline must be up)")] = False,
         topology: TopologyOption = None,
-        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "",
+        home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Run your own training script under the pipeline. If none is up on this home, one is started here, until the job ends."""
         declared = JobSpec(
@@ -204,6 +202,7 @@ def register(app: typer.Typer) -> None:
             backend,
             topology,
             rank_order,
+            json,
         )
         where = address(home, url, key)
         if where.runs:
@@ -221,8 +220,9 @@ class JobSpec:
     def __init__(
         self, command: list[str], nodes: int, ranks_per_node: int, tp: int, pp: int, standbys: int,
         node: list[str] | None, spare: list[str] | None, job: str, checkpoints: Path | None, revision: str, backend: str,
-        topology: Path | None = None, rank_order: RankOrder = "tp-pp-dp",
+        topology: Path | None = None, rank_order: RankOrder = "tp-pp-dp", as_json: bool = False,
     ) -> None:  # fmt: skip
+        self.as_json = as_json
         self.rank_order: RankOrder = rank_order
         self.topology = topology_of(topology) if topology else None
         self.places = [place(text) for text in node or ()]
@@ -286,8 +286,17 @@ class JobSpec:
             f"job {self.job}: {self.nodes} nodes, {self.nodes * self.ranks_per_node} ranks; standbys: {', '.join(p.node for p in spares) or 'none'}"
         )
         if detach:
+            if self.as_json:
+                show_json(
+                    {
+                        "job": self.job,
+                        "outcome": "declared",
+                        "nodes": [p.node for p in places],
+                        "standbys": [p.node for p in spares],
+                    }
+                )
             return FINE
-        return await follow_job(nc, self.job, start)
+        return await follow_job(nc, self.job, start, self.as_json)
 
     async def _code(self) -> Code:
         if self.revision == "none":
@@ -395,6 +404,7 @@ async def _with_own_pipeline(spec: JobSpec, where: Address, policy: Path | None)
         [Node(name, "kmsg" if i == 0 else "none") for i, name in enumerate(names)],
         author(),
         on_bus=say,
+        on_restart=told_restart,
     )
     stop = until_signal()
     say(f"no pipeline is up on {where.home.path}: starting one for this job (mode {mode_of(pipeline.policy)})")
@@ -417,38 +427,3 @@ async def _with_own_pipeline(spec: JobSpec, where: Address, policy: Path | None)
 
 def mode_of(text: str) -> str:
     return policies.parse(text).mode
-
-
-def shortened(text: str, most: int = 400) -> str:
-    """A text's beginning and end: the last line of a traceback is the one that says why."""
-    return text if len(text) <= most else f"{text[: most // 4]} … {text[-(most - most // 4) :]}"
-
-
-async def follow_job(nc: BusClient, job: str, after: int) -> int:
-    """Says what happens to a job until it finishes or is stopped: 0 finished, 1 anything else."""
-    watch = Watch()
-    async with aclosing(JetStreamLog(nc, LEDGER).read(follow=True)) as records:  # type: ignore[type-var]
-        async for record in records:
-            event = watch.ledger(record)
-            if event is None or record.sequence <= after or event.job != job:
-                continue
-            data = event.data
-            kind = data.kind()
-            if kind == "progress_noted":
-                say(f"attempt {event.attempt}: step {data.step}" + (" (healthy)" if data.first else ""))
-            elif kind == "signal":
-                say(f"seen: {data.symptom} {data.node}: {shortened(clean(data.evidence))}")
-            elif isinstance(data, DecisionMade):
-                would = "would " if data.mode == "observe" else ""
-                say(f"decided ({data.mode}): {would}{data.rung} {' '.join(data.nodes)}: {data.because}")
-            elif isinstance(data, OutcomeRecorded) and data.result != "done":
-                say(f"{data.verb}: {data.result}: {clean(data.detail)[:300]}")
-            elif kind == "incident_closed":
-                say(f"incident {data.incident} closed: {data.outcome} by {data.mechanism}")
-            elif kind == "job_finished":
-                put(f"job {job} finished at step {data.step}")
-                return FINE
-            elif kind == "stop_requested":
-                say(f"job {job} is stopped by {data.author}: {data.reason}")
-                return FOUND
-    return FOUND

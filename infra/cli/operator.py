@@ -71,21 +71,25 @@ def one_job(fleet: Fleet, job: str) -> str:
 
 
 def _speak(
-    home: Path | None, url: str, key: str, as_json: bool, make_fact: object, job: str, *, fleet_wide: bool = False,
-    check: Callable[[Fleet, str], None] = lambda fleet, name: None,
+    home: Path | None, url: str, key: str, as_json: bool, make_fact: Callable[[str], Fact], job: str, said: str, *,
+    fleet_wide: bool = False, check: Callable[[Fleet, str], None] = lambda fleet, name: None,
 ) -> None:  # fmt: skip
-    async def work(nc: BusClient) -> str:
+    """Records a person's word. `said`: what it is, with {of} for the job, or the fleet, that it turned out to be of."""
+
+    async def work(nc: BusClient) -> tuple[str, str]:
         fleet = await known(nc)
         name = "" if fleet_wide and not job else one_job(fleet, job)
         check(fleet, name)
-        fact: Fact = make_fact(name, fleet)  # type: ignore[operator]
-        return await tell(JetStreamLog(nc, LEDGER), fact, name)
+        text = said.format(of=f"job {name}" if name else "the whole fleet")
+        return await tell(JetStreamLog(nc, LEDGER), make_fact(name), name), text
 
-    event = run(with_bus(address(home, url, key), "operator", work))
-    if as_json:
-        show_json({"event": event})
-    else:
-        say(f"recorded as {event}")
+    event, text = run(with_bus(address(home, url, key), "operator", work))
+    show_json({"event": event, "said": text}) if as_json else say(f"{text}; recorded as {event}")
+
+
+def _plain(text: str) -> str:
+    """Of a name that goes into a pattern."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def held(fleet: Fleet, name: str) -> None:
@@ -111,7 +115,7 @@ def register(app: typer.Typer) -> None:
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Stop a job by plan. It stays down until `keepstep restart`."""
-        _speak(home, url, key, json, lambda name, _: StopRequested(job=name, reason=reason, author=author()), job)
+        _speak(home, url, key, json, lambda name: StopRequested(job=name, reason=reason, author=author()), job, "stop of {of}")
 
     @app.command()
     def hold(
@@ -121,15 +125,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:  # fmt: skip
         """Kill switch: from now on no action starts, for the fleet or for one job. Decisions are still made, and recorded as held."""
         expires = wall_ns() + int(minutes * 60 * NS) if minutes else 0
+        ends = f", for {minutes:g} min" if minutes else ", until it is released"
         _speak(
-            home,
-            url,
-            key,
-            json,
-            lambda name, _: HoldPlaced(job=name, reason=reason, author=author(), expires_ns=expires),
-            job,
-            fleet_wide=True,
-        )
+            home, url, key, json, lambda name: HoldPlaced(job=name, reason=reason, author=author(), expires_ns=expires), job,
+            "hold on {of}" + ends, fleet_wide=True,
+        )  # fmt: skip
 
     @app.command()
     def release(
@@ -138,8 +138,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:  # fmt: skip
         """Release a hold. What was held is decided again, by what is known now."""
         _speak(
-            home, url, key, json, lambda name, _: HoldReleased(job=name, reason=reason, author=author()), job, fleet_wide=True,
-            check=held,
+            home, url, key, json, lambda name: HoldReleased(job=name, reason=reason, author=author()), job,
+            "release of the hold on {of}", fleet_wide=True, check=held,
         )  # fmt: skip
 
     @app.command()
@@ -152,14 +152,9 @@ def register(app: typer.Typer) -> None:
         place = Place(node=node, rack=rack, switch=switch, serial=serial)
         place = where.fill(place) if where else place
         _speak(
-            home,
-            url,
-            key,
-            json,
-            lambda name, _: StandbyAdded(job=name, place=place, author=author()),
-            job,
-            check=partial(free, node),
-        )
+            home, url, key, json, lambda name: StandbyAdded(job=name, place=place, author=author()), job,
+            f"standby {_plain(node)} of {{of}}", check=partial(free, node),
+        )  # fmt: skip
 
     policy_app = typer.Typer(help="Show, check or adopt the policy.", no_args_is_help=True)
     app.add_typer(policy_app, name="policy")

@@ -44,7 +44,9 @@ async def ask(nc: BusClient, job: str, reason: str, symptom: Symptom, revision: 
             raise Refused(str(error)) from None
         say(said)
     fact = RestartRequested(job=name, reason=reason, author=author(), symptom=symptom, revision=commit, at_next_restart=lazily)
-    return {"event": await tell(JetStreamLog(nc, LEDGER), fact, name), "revision": commit}
+    what = "update" if symptom == "code_update" else symptom.replace("_", " ")
+    text = f"{what} of job {name}" + (f" to {commit[:12]}" if commit else "") + (", with its next restart" if lazily else "")
+    return {"event": await tell(JetStreamLog(nc, LEDGER), fact, name), "revision": commit, "said": text}
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +62,7 @@ def register(app: typer.Typer) -> None:
         as_json: bool,
     ) -> None:
         done = run(with_bus(address(home, url, key), "operator", lambda nc: ask(nc, job, reason, symptom, revision, lazily)))
-        show_json(done) if as_json else say(f"recorded as {done['event']}")
+        show_json(done) if as_json else say(f"{done['said']}; recorded as {done['event']}")
 
     @app.command()
     def restart(
