@@ -108,7 +108,10 @@ def _cause_of_echo(what: Sighting, roots: Sequence[Sighting], rules: Attribution
     """The first other symptom of the same job, or on the same node, that came before it."""
     since_ns = what.seen_ns - int(rules.before_s * NS)
     before = [
-        one for one in roots if since_ns <= one.seen_ns <= what.seen_ns and (one.node == what.node or one.job == what.job)
+        one
+        for one in roots
+        if since_ns <= one.seen_ns <= what.seen_ns
+        and ((what.node and one.node == what.node) or (what.job and one.job == what.job))
     ]
     return min(before, key=lambda one: (one.seen_ns, one.node, one.device), default=None)
 
@@ -155,7 +158,10 @@ def _spread(what: Sighting, same: Sequence[Sighting], rules: Attribution, racks:
     now = [
         one
         for one in same
-        if (one.job, one.attempt) == (what.job, what.attempt) and abs(one.seen_ns - what.seen_ns) <= window_ns
+        if what.job
+        and one.node  # what runs for no job has no code in common, and no machine is none
+        and (one.job, one.attempt) == (what.job, what.attempt)
+        and abs(one.seen_ns - what.seen_ns) <= window_ns
     ]
     nodes = {one.node for one in now}
     if len(nodes) < rules.nodes_min:

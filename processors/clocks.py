@@ -18,8 +18,6 @@ from processors.policy import Pace
 #: Nodes are kept in so many parts, so that one change copies little at ten thousand nodes.
 PARTS = 64
 PART_MAX = 1024
-#: Of fewer nodes, nobody can tell which is the odd one.
-NODES_MIN = 3
 NAMED_MAX = 8
 
 
@@ -56,7 +54,7 @@ def slower(clocks: Clocks, now_ns: int, rules: Pace) -> tuple[list[Clock], str]:
     """The nodes whose clocks are below the middle of all that told lately, the slowest first, and words for how they stand; nothing and
     '' where too few told."""
     fresh = [one for part in clocks for one in part if now_ns - one.seen_ns <= int(rules.clock_s * NS)]
-    if len(fresh) < NODES_MIN:
+    if len(fresh) < rules.peers_min:
         return [], ""
     middle = median(one.share for one in fresh)
     low = sorted((one for one in fresh if one.share <= middle * (1 - rules.clock_min)), key=lambda one: (one.share, one.node))

@@ -25,12 +25,6 @@ from processors.policy import GpuLimits
 
 #: Xids of a driver that waits for its GPU's firmware: 119 GSP_RPC_TIMEOUT, 120 GSP_ERROR (NVIDIA's workbook).
 HANG_XIDS = frozenset({119, 120})
-#: An Xid that the kernel's line told of is not told once more for NVML's event of it.
-XID_WINDOW_NS = 60 * NS
-#: Told of something that waited in a spool so long, it may have been taken for history: it is told again of the next that did not.
-LATE_NS = 30 * NS
-#: Samples further apart than so many intervals are not on end.
-ON_END = 4
 #: NVML's codes for a GPU that this user may not ask; it is there.
 _NOT_ALLOWED = (4, 17)
 _XID = re.compile(r"(?<![A-Za-z])Xid \((?P<device>[^)]{4,40})\): (?P<xid>\d{1,6})(?!\d)")
@@ -133,12 +127,14 @@ class _Fold:
             return others
         run = run or Run(rule, symptom, over=over)
         on_end = (
-            run.told_ns or not isinstance(event.data, GpuSample) or seen_ns - run.last_ns <= ON_END * event.data.interval_s * NS
+            run.told_ns
+            or not isinstance(event.data, GpuSample)
+            or seen_ns - run.last_ns <= self.limits.on_end_intervals * event.data.interval_s * NS
         )
         before = max(0, run.samples) if on_end else 0
         run = run._replace(samples=min(samples, before + 1), last_id=event.id, last_ns=seen_ns)
         now_ns = self.seen.time_ns
-        late = now_ns - self.seen.seen_ns >= LATE_NS
+        late = now_ns - self.seen.seen_ns >= int(self.limits.late_s * NS)
         again = (
             now_ns - run.told_ns >= int(self.limits.repeat_s * NS)
             or (run.job, run.attempt) != (event.job, event.attempt)
@@ -253,7 +249,7 @@ class _Fold:
                 ecc_volatile=view.ecc_volatile if volatile is None else volatile,
                 ecc_aggregate=view.ecc_aggregate if aggregate is None else aggregate,
             )
-        if view.ecc_told_ns and self.seen.time_ns - view.ecc_told_ns < 60 * NS:
+        if view.ecc_told_ns and self.seen.time_ns - view.ecc_told_ns < int(self.limits.ecc_repeat_s * NS):
             return view._replace(ecc_volatile=before) if before >= 0 else view
         text = (
             f"{name}: {max(more, more_ever)} more uncorrectable memory errors; now {_told(volatile)} since the driver was loaded, "
@@ -338,7 +334,7 @@ class _Fold:
         return self.done(state)
 
     def _heard(self, state: GpuState, new: Xid) -> bool:
-        since_ns = new.seen_ns - XID_WINDOW_NS
+        since_ns = new.seen_ns - int(self.limits.xid_window_s * NS)
         return any(old.xid == new.xid and old.device == new.device and old.seen_ns >= since_ns for old in state.xids)
 
     def _noted(self, state: GpuState, new: Xid) -> GpuState:

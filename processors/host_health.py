@@ -21,10 +21,6 @@ from processors.policy import Host
 GIB = 1 << 30
 #: What is counted here is below it; a larger number is nonsense, and no float could hold it.
 COUNT_MAX = 1 << 63
-#: The size limit counts on file systems of at least so many times as much.
-SIZE_FACTOR = 50
-#: What was claimed for lack of room is over with so many times the limit.
-CLEAR_FACTOR = 1.5
 STANDING_MAX = 32
 #: Killed processes are told of this often at most; the next telling counts them all.
 KILLS_APART_NS = 60 * NS
@@ -162,7 +158,9 @@ def troubles(state: HostState, data: HostSample, limits: Host, holds: Holds) -> 
         text = f"no processor to be had on {data.cpus} CPUs: {what}, in {state.busy} samples in a row"
         yield Trouble("cpu_overload", "cpu_pressure", "", text)
     full = data.memory_pressure_full
-    if full is not None and full >= limits.memory_pressure_full_max / (2 if holds(("memory_pressure", "")) else 1):
+    if full is not None and full >= limits.memory_pressure_full_max * (
+        limits.memory_clear_share if holds(("memory_pressure", "")) else 1
+    ):
         left = f", {_size(data.memory_available_bytes)} available" if data.memory_available_bytes >= 0 else ""
         yield Trouble("host_oom", "memory_pressure", "", f"all tasks waited for memory {full:g}% of 10 s{left}")
 
@@ -184,14 +182,14 @@ def _folder(folder: Folder, limits: Host, young: bool, holds: Holds) -> Iterator
     total = min(folder.total_bytes, COUNT_MAX)
     if folder.read_only or total <= 0:
         return
-    factor = CLEAR_FACTOR if holds(("folder_full", folder.path)) else 1.0
+    factor = limits.clear_factor if holds(("folder_full", folder.path)) else 1.0
     least = limits.disk_free_gib_min * GIB
     short = folder.free_bytes < limits.disk_free_share_min * factor * total
-    short = short or (total >= SIZE_FACTOR * least and folder.free_bytes < least * factor)
+    short = short or (total >= limits.disk_size_factor * least and folder.free_bytes < least * factor)
     if short:
         text = f"{place} has {_size(folder.free_bytes)} of {_size(folder.total_bytes)} free"
         yield Trouble("disk_space", "folder_full", folder.path, text)
-    factor = CLEAR_FACTOR if holds(("folder_inodes", folder.path)) else 1.0
+    factor = limits.clear_factor if holds(("folder_inodes", folder.path)) else 1.0
     if folder.inodes_free is not None and folder.inodes_free < limits.inodes_free_share_min * factor:
         yield Trouble("disk_space", "folder_inodes", folder.path, f"{place} has {folder.inodes_free:.2%} of its inodes free")
 

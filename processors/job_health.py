@@ -31,8 +31,6 @@ CAUSES_MAX = 16
 RATE_MAX = 1e15
 #: Ranks of whose logs the last line of note is kept, and how much of it.
 WORDS_MAX, WORD_BYTES = 16, 300
-#: So many times `healthy_steps` make an attempt healthy though some ranks tell of no steps (scripts that only report on rank 0).
-SPARSE_FACTOR = 10
 
 
 class JobState(NamedTuple):
@@ -249,7 +247,7 @@ def _noted(state: JobState, clock: PartitionClock, seen: Seen, claims: list[Clai
         wanted = settings.healthy_steps
         if state.failed or state.asked or state.healthy < wanted:
             return state
-        if state.stepped < state.world_size and state.healthy < wanted * SPARSE_FACTOR:
+        if state.stepped < state.world_size and state.healthy < wanted * settings.healthy_sparse_factor:
             return state
     elif state.step <= state.noted_step or seen.time_ns - state.noted_ns < int(settings.progress_note_s * NS):
         return state

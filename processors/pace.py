@@ -28,20 +28,9 @@ from processors.voices import Voice, told
 
 #: No step, and no rank's own work, takes longer or less (s); no step has more tokens. What is beyond is nonsense, and says nothing.
 LONGEST_S, SHORTEST_S, TOKENS_MAX = 1e7, 1e-7, 1 << 50
-#: What a speed may be in, the best first; and the steps on end that lack it, after which the next best does (scripts tell some values
-#: only when they log).
+#: What a speed may be in, the best first.
 KINDS = ("MFU", "tokens a second and rank", "steps a second")
-LACKS_MAX = 64
-#: Of two, nobody can tell which is the slow one.
-PEERS_MIN = 3
-#: Rounds in which it is learned how a rank's work compares with its peers' by its place in the model, and how fast that follows later.
-LEARN_ROUNDS = 3
-FOLLOWS = 0.02
-#: Messages whose middle is a rank's present work.
-RECENT = 3
 SUSPECTS_MAX = 16
-#: Rounds of one suspect that name it for a decline that the job's speed shows.
-ROUNDS_BESIDE_DECLINE = 2
 
 
 class Own(NamedTuple):
@@ -191,7 +180,7 @@ def _progress(
         if known is None or known.node != seen.node:
             own = Own(seen.node, (round(mean_s, 6),), seen.seen_ns)
         else:
-            recent_s = (*known.recent_s, round(mean_s, 6))[-RECENT:]
+            recent_s = (*known.recent_s, round(mean_s, 6))[-rules.recent_messages :]
             own = Own(seen.node, recent_s, seen.seen_ns, known.usual_s)
         state = state._replace(own=put(state.own, rank, own))
     silence_ns = int(settings.voice_silence_s * NS)
@@ -215,8 +204,8 @@ def _step(state: PaceState, seen: Seen, rules: policy.Pace, sample: StepSample, 
     best = next(iter(speeds), "")
     better = best and (not state.kind or KINDS.index(best) < KINDS.index(state.kind))
     lacks = 0 if state.kind in speeds else state.lacks + 1
-    kind = best if better or lacks > LACKS_MAX else state.kind
-    state = state._replace(lacks=min(lacks, LACKS_MAX + 1))
+    kind = best if better or lacks > rules.lacks_steps else state.kind
+    state = state._replace(lacks=min(lacks, rules.lacks_steps + 1))
     if first or kind != state.kind:
         # What was learned holds on from one attempt to the next, but not for another kind of speed, nor after a change.
         anew = kind != state.kind
@@ -273,7 +262,7 @@ def _decline(state: PaceState, seen_ns: int, trigger: str, rules: policy.Pace, c
     """A decline that lasts: told once, and once more when a node can be named for it."""
     if state.slow < rules.decline_blocks:
         return state
-    sole = state.suspects[0] if len(state.suspects) == 1 and state.suspects[0].rounds >= ROUNDS_BESIDE_DECLINE else None
+    sole = state.suspects[0] if len(state.suspects) == 1 and state.suspects[0].rounds >= rules.decline_rounds else None
     low, clocks = clocks_.slower(state.clocks, seen_ns, rules)
     node, rank = (sole.node, sole.rank) if sole else (low[0].node, -1) if len(low) == 1 and not state.suspects else ("", -1)
     if state.told and (not node or state.told_node):
@@ -302,9 +291,9 @@ def _round(state: PaceState, now_ns: int, rules: policy.Pace, claims: list[Claim
     """Each rank's own work, by what it usually takes, held against the median of all that told of theirs since the last round."""
     state = state._replace(looked_ns=now_ns)
     fresh = [(number, own) for number, own in each(state.own) if own.seen_ns > state.round_ns and own.busy_s > 0]
-    if len({own.node for _, own in fresh}) < PEERS_MIN or 2 * len(fresh) < state.world_size:
+    if len({own.node for _, own in fresh}) < rules.peers_min or 2 * len(fresh) < state.world_size:
         return state
-    learning = state.rounds < LEARN_ROUNDS
+    learning = state.rounds < rules.learn_rounds
     ratios = [own.busy_s if learning or not own.usual_s else own.busy_s / own.usual_s for _, own in fresh]
     middle = median(ratios)
     before = {one.node: one.rounds for one in state.suspects}
@@ -317,7 +306,7 @@ def _round(state: PaceState, now_ns: int, rules: policy.Pace, claims: list[Claim
                 worst[own.node] = Suspect(own.node, number, round(ratio / middle, 4), before.get(own.node, 0) + 1)
             if own.usual_s and not learning:
                 continue
-        part = 1 / (state.rounds + 1) if learning else FOLLOWS if own.usual_s else 1.0
+        part = 1 / (state.rounds + 1) if learning else rules.follow_share if own.usual_s else 1.0
         usual_s = own.usual_s + part * (own.busy_s - own.usual_s)
         chunks[number // CHUNK][number % CHUNK] = own._replace(usual_s=round(usual_s, 6))
     suspects = tuple(sorted(worst.values(), key=lambda one: (-one.ratio, one.rank))[:SUSPECTS_MAX])
@@ -337,7 +326,7 @@ def _slow_node(state: PaceState, now_ns: int, rules: policy.Pace, learning: bool
         return state._replace(told_slow="")
     if sole is None or state.told_slow or state.told_node:
         return state
-    from_start = learning and state.rounds == LEARN_ROUNDS and sole.rounds == LEARN_ROUNDS
+    from_start = learning and state.rounds == rules.learn_rounds and sole.rounds == rules.learn_rounds
     if not from_start and (learning or sole.rounds < rules.slow_rounds):
         return state
     since = "since the attempt began" if from_start else f"in {sole.rounds} rounds on end"

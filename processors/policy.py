@@ -62,9 +62,13 @@ class Host(_Section):
 
     #: Until a machine has been up this long, what start-up brings (load, mounts that come late, a clock not yet set) is no trouble.
     boot_grace_s: Seconds = 300.0
-    #: A folder's room runs out below either; the size counts only on file systems of at least 50 times as much.
+    #: A folder's room runs out below either; the size counts only on file systems of at least `disk_size_factor` times as much.
     disk_free_share_min: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     disk_free_gib_min: Annotated[float, Field(ge=0, le=100_000)] = 1.0
+    disk_size_factor: Annotated[float, Field(ge=1, le=1_000_000)] = 50.0
+    #: What was claimed for lack of room is over with so many times the limit; for lack of memory below this share of it.
+    clear_factor: Annotated[float, Field(ge=1, le=100)] = 1.5
+    memory_clear_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     inodes_free_share_min: Annotated[float, Field(ge=0, le=0.5)] = 0.01
     #: A folder that answers nothing for this long hangs.
     folder_hung_s: Seconds = 20.0
@@ -98,8 +102,14 @@ class GpuLimits(_Section):
     #: Answers on end that did not come, together with a process in uninterruptible sleep or an Xid 119 or 120 within the window.
     driver_misses: Annotated[int, Field(ge=1, le=1000)] = 2
     hang_xid_window_s: Seconds = 300.0
-    #: What lasts is told again after this long.
+    #: What lasts is told again after this long; of memory errors that go on growing, and of an Xid of one GPU, sooner.
     repeat_s: Seconds = 600.0
+    ecc_repeat_s: Seconds = 60.0
+    xid_window_s: Seconds = 60.0
+    #: Told of something that waited so long, it may have been taken for history: it is told again of the next that did not.
+    late_s: Seconds = 30.0
+    #: Samples further apart than so many intervals are not on end.
+    on_end_intervals: Annotated[float, Field(ge=1, le=1000)] = 4.0
     #: Samples on end that show it: of what may flap (links, pending remaps), of heat, of a PCIe link that is too narrow.
     steady_samples: Annotated[int, Field(ge=1, le=1000)] = 2
     thermal_samples: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -167,6 +177,18 @@ class Pace(_Section):
     round_s: Seconds = 10.0
     slow_min: Annotated[float, Field(gt=0, le=100)] = 0.2
     slow_rounds: Annotated[int, Field(ge=1, le=1000)] = 5
+    #: Of fewer nodes, nobody can tell which is the slow one.
+    peers_min: Annotated[int, Field(ge=2, le=1000)] = 3
+    #: Rounds in which it is learned how a rank's work compares with its peers' by its place in the model, and the share by which what is
+    #: usual follows later.
+    learn_rounds: Annotated[int, Field(ge=1, le=1000)] = 3
+    follow_share: Annotated[float, Field(ge=0, le=1)] = 0.02
+    #: Messages whose middle is a rank's present work: one hiccup moves nothing.
+    recent_messages: Annotated[int, Field(ge=1, le=100)] = 3
+    #: Rounds on end in which one node alone was slower, that name it for a decline of the job.
+    decline_rounds: Annotated[int, Field(ge=1, le=1000)] = 2
+    #: Steps on end that lack what speed was told in so far, after which the next best does.
+    lacks_steps: Annotated[int, Field(ge=1, le=100_000)] = 64
     #: Beside a decline: a node whose slowest GPU runs below its peers' clocks by this share, told within this time.
     clock_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
     clock_s: Seconds = 75.0
@@ -188,6 +210,8 @@ class Detectors(_Section):
     voice_silence_s: Seconds = 30.0
     #: An attempt is healthy after this many finished steps with finite loss.
     healthy_steps: Annotated[int, Field(ge=1, le=10_000)] = 2
+    #: So many times as many where some ranks tell of no steps (scripts that only report on rank 0).
+    healthy_sparse_factor: Annotated[int, Field(ge=1, le=1000)] = 10
     #: How often progress is noted in the ledger while steps go on.
     progress_note_s: Seconds = 10.0
     #: Exits of one attempt that become a signal each; the rest are counted into one.

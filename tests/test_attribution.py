@@ -63,6 +63,12 @@ def test_one_job_on_many_nodes_at_once_points_at_the_job() -> None:
     assert judged(at(), at(200, node="n2"), at(-200, node="n3")).fault == "undecided"  # not at once
 
 
+def test_machines_without_a_job_and_sightings_without_a_machine_count_for_no_spread() -> None:
+    assert judged(at(job=""), *(at(i, node=f"n{i}", job="") for i in range(2, 9))).infra == 0.34
+    assert judged(at(), at(1, node=""), at(2, node="n2")).infra == 0.34
+    assert judged(at(kind="xid-45", node="", job="a"), at(-5, kind="nan", node="", job="b")).fault == "undecided"
+
+
 def test_many_nodes_of_one_rack_do_not() -> None:
     some = [at(i, node=f"n{i}", rack="r1") for i in range(1, 5)]
     assert judged(at(rack="r1"), *some, racks=4).infra > 0.5
