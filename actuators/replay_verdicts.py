@@ -6,6 +6,7 @@ differs bit for bit from what most groups of its shape computed, which ran the s
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from events.envelope import TEXT_MAX
 from events.finding import ReplayedRank, ReplayPhase, ReplayResult
 
+#: The port was free when it was chosen, a moment before.
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 #: A replay's ranks' traces, in the order of the ranks.
 Traces = tuple[tuple[str, ...], ...]
 
@@ -32,7 +35,7 @@ class GroupRun:
 
 def verdicts(runs: Sequence[GroupRun]) -> tuple[ReplayResult, ...]:
     """One result a group, in the same order. Both phases are compared with each other: their groups run the same."""
-    clean = [run for run in runs if not run.could_not and not _trouble(run)]
+    clean = [run for run in runs if not run.could_not and not _trouble(run)]  # one whose port was taken is in trouble, too
     most = {
         ranks: _most([_traces(run) for run in clean if len(run.ranks) == ranks]) for ranks in {len(run.ranks) for run in clean}
     }
@@ -42,6 +45,8 @@ def verdicts(runs: Sequence[GroupRun]) -> tuple[ReplayResult, ...]:
 def _verdict(run: GroupRun, most: dict[int, tuple[Traces | None, int, int]]) -> tuple[bool | None, str]:
     if run.could_not:
         return None, run.could_not
+    if taken := next((rank for rank in run.ranks if _port_taken(rank)), None):
+        return None, f"rank {taken.rank} found its port taken by somebody else: {taken.detail}"
     if trouble := _trouble(run):
         return True, trouble
     reference, alike, of = most[len(run.ranks)]
@@ -59,6 +64,10 @@ def _verdict(run: GroupRun, most: dict[int, tuple[Traces | None, int, int]]) -> 
     if mine == reference:
         return False, f"{steps}, the same bit for bit in {alike} of {of} replays"
     return True, f"{_first_difference(run, reference)} in {alike} of {of} replays of the same steps"
+
+
+def _port_taken(rank: ReplayedRank) -> bool:
+    return rank.ended == "crashed" and not rank.trace and bool(_PORT_TAKEN.search(rank.detail))
 
 
 def _trouble(run: GroupRun) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -125,8 +126,12 @@ class Ring:
         dist = torch.distributed
         self.hosts_it = node_rank == 0 and rank == 0
         limit = timedelta(seconds=max(0.5, min(MEET_S_MAX, within_s * MEET_SHARE)))
+
+        def reach() -> Any:
+            return dist.TCPStore(self.host, port, is_master=self.hosts_it, wait_for_workers=False, timeout=limit)
+
         try:
-            store = dist.TCPStore(self.host, port, is_master=self.hosts_it, wait_for_workers=False, timeout=limit)
+            store = _within(reach, limit.total_seconds() + 1)
         except Exception as error:
             raise Unmet(f"the store of {nodes[0]} at {self.host}:{port} could not be reached: {_line(error)}") from None
         self.store = dist.PrefixStore(prefix, store)
@@ -193,6 +198,26 @@ class Ring:
                 time.sleep(0.002)
         except Exception:  # it is gone, and with it what it was for
             return
+
+
+def _within(call: Callable[[], Any], limit_s: float) -> Any:
+    """What it returns, or raises. Another service that took the port and says nothing holds torch up for ever, whatever its timeout: then
+    the thread is left behind, and ends with the process."""
+    done: list[Any] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(call())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if done:
+        return done[0]
+    raise failed[0] if failed else TimeoutError(f"no answer in {limit_s:.0f} s")
 
 
 def _line(error: BaseException) -> str:

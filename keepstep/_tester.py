@@ -83,6 +83,7 @@ def examined(spec: dict[str, Any], requests: socket.socket | None = None) -> dic
     begun_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
             os.setpgid(0, 0)
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -90,12 +91,14 @@ def examined(spec: dict[str, Any], requests: socket.socket | None = None) -> dic
             from keepstep import diagnose
 
             diagnose.run(spec, write)
+            code = 0
             sys.stderr.flush()
-            os._exit(0)
         except BaseException as error:
-            sys.stderr.write(f"keepstep: the tests ended early ({type(error).__name__}: {error})\n")
-            sys.stderr.flush()
-            os._exit(1)
+            if code:
+                sys.stderr.write(f"keepstep: the tests ended early ({type(error).__name__}: {error})\n")
+                sys.stderr.flush()
+        finally:  # whatever is raised on the way, a standard error on a full disk included: nothing of the parent's goes on here
+            os._exit(code)
     os.close(write)
     try:
         os.setpgid(pid, pid)

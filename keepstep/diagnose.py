@@ -101,10 +101,13 @@ class Machine:
         own = self.thorough and wanted and self.left_s() > 2 * took_s
         if self.size == 1 or not self.thorough:
             return own
-        store = self.store_here("rounds", self.size)
-        if self.rank == 0:
-            store.set(str(self.round), "on" if own else "over")
-        return bool(store.get(str(self.round)) == b"on")
+        try:
+            store = self.store_here("rounds", self.size)
+            if self.rank == 0:
+                store.set(str(self.round), "on" if own else "over")
+            return bool(store.get(str(self.round)) == b"on")
+        except Exception:  # the first one is gone, or the disk is full: what was found so far is told
+            return False
 
     def amount(self, table: dict[str, Any]) -> Any:
         return table.get(self.device.type, table["cpu"])
@@ -271,13 +274,23 @@ def one(machine: Machine, test: str) -> list[dict[str, Any]]:
         except CanNotRun as error:
             found = [{"passed": None, "detail": str(error)}]
         except Exception as error:  # a device that errs raises
-            found = [{"passed": False, "detail": f"{type(error).__name__}: {' '.join(str(error).split())}"[:1500]}]
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:1500]
+            found = [{"passed": None if _of_surroundings(error) else False, "detail": said}]
     seconds = round(time.monotonic() - begun_s, 4)
     for result in found:
         result["test"] = test
         result["duration_s"] = round(result.get("duration_s") or seconds, 4)
         result["changed"], result["restored"] = around.changed, around.restored
     return found
+
+
+#: What a full disk, a full memory, software that is not whole, or a store in which the ranks of a machine do not meet raises: nothing
+#: that the device under test computed. (The rank that the others waited for in vain has a result of its own.)
+SURROUNDINGS = {"OSError", "ImportError", "MemoryError", "OutOfMemoryError", "DistStoreError"}
+
+
+def _of_surroundings(error: Exception) -> bool:
+    return bool(SURROUNDINGS & {kind.__name__ for kind in type(error).__mro__}) or "can't allocate memory" in str(error)
 
 
 def merged(earlier: dict[str, Any], later: dict[str, Any], number: int) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def found(results: Iterable[CheckResult]) -> Finding:
         for result in results
         if result.passed is None and result.digest and result.node not in named
     )
-    return Finding(named, (*doubts, *slow_doubts, *unclear[:3]))
+    unmet = tuple(f"the links were not tested: {result.detail}" for result in results if _no_place(result))
+    return Finding(named, (*unmet, *doubts, *slow_doubts, *unclear[:3]))
 
 
 class _Link(NamedTuple):
@@ -106,11 +107,13 @@ _Pair = tuple[str, str]
 
 
 def _links(results: Sequence[CheckResult], named: Mapping[str, str]) -> dict[_Pair, _Link]:
-    """Each pair that was tested, as both ends saw it. A link to a machine that is named already is explained."""
+    """Each pair that was tested, as both ends saw it. A link to a machine that is named already is explained; so is one to the machine
+    on which all meet, if it says itself that it could not open the place."""
     links: dict[_Pair, _Link] = {}
+    explained = {*named, *(result.node for result in results if _no_place(result))}
     for result in results:
         ends = {result.node, *result.peers}
-        if result.test not in LINKS or result.passed is None or len(ends) != 2 or ends & set(named):
+        if result.test not in LINKS or result.passed is None or len(ends) != 2 or ends & explained:
             continue
         first, second = sorted(ends)
         link = _Link(not result.passed, result.detail, result.value, f"{result.test} {result.unit} {result.software}")
@@ -122,6 +125,11 @@ def _links(results: Sequence[CheckResult], named: Mapping[str, str]) -> dict[_Pa
             link = link._replace(speed=min(speeds, default=None), detail=before.detail)
         links[first, second] = link
     return links
+
+
+def _no_place(result: CheckResult) -> bool:
+    """The host of the machines' meeting names itself as the peer, and has no verdict: its port was taken, say."""
+    return result.test == "all_gather" and result.passed is None and result.peers == (result.node,)
 
 
 def _by_speed(links: Mapping[_Pair, _Link]) -> dict[_Pair, _Link]:

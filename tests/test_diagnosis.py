@@ -96,6 +96,10 @@ def test_a_store_that_many_cannot_reach_names_its_host() -> None:
     assert set(suspects(star)) == {"m0"}
     # One alone can't, and the host's other links are good: it is that one.
     assert set(suspects([link("m1", "m0", False), *ring(4, set())[4:]])) == {"m1"}
+    # It says itself that it could not open the place (its port was taken): that is why, and the links were not tested.
+    told = found([link("m0", "m0", None), *star])
+    assert not told.named and told.doubts == ("the links were not tested: content",)
+    assert set(suspects([link("m0", "m0", None), *star, own("m2")])) == {"m2"}
 
 
 def test_a_slow_machine_is_named_by_both_its_links_but_not_over_gloo_by_a_busy_core() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,13 +15,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from events.finding import CheckResult
 from infra.cli.app import app
 from infra.cli.common import Refused
 from keepstep import _check_compute as compute
 from keepstep import _check_step, _check_tools, diagnose
 from keepstep._surroundings import Surroundings, exact
 from keepstep._tester import results_of
+from processors.diagnosis import found as found_by
 from tests.hook_agent import HOOK
+from tests.small_disk import small_disk
 from tests.test_parked import Worker
 
 CPU = torch.device("cpu")
@@ -340,6 +344,82 @@ def test_repeated_it_keeps_the_first_failure_and_its_round(tmp_path: Path) -> No
     assert diagnose.merged(once, begun, 3)["detail"] == "round 2: 7 wrong"
     steps = [{**begun, "digest": digest} for digest in "xy"]
     assert diagnose.merged(steps[0], steps[0], 2)["passed"] and diagnose.merged(steps[0], steps[1], 2)["passed"] is False
+
+
+LOCAL = """
+import json, os, sys
+import torch.distributed
+from keepstep._tester import examined
+store, repeat_s = sys.argv[1], float(sys.argv[2])
+for rank in range(2):
+    if os.fork() == 0:
+        tests = ["gpu_self_test", "all_to_all", "reference_step"]
+        answer = examined({"tests": tests, "within_s": 30, "repeat_s": repeat_s, "local_rank": rank, "local_size": 2, "local_store": store})
+        os.write(1, json.dumps([answer["ended"], {r["test"]: [r["passed"], r["detail"]] for r in answer["results"]}]).encode() + b"\\n")
+        os._exit(0)
+for _ in range(2):
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("repeat_s", ["0", "5"])
+def test_a_full_disk_accuses_nobody(tmp_path: Path, repeat_s: str) -> None:
+    """Ranks of a machine meet through a file: one that can't be written says nothing of the device, nor does a standard error on that
+    disk."""
+    with small_disk(tmp_path / "disk") as disk:
+        (disk.folder / "run").mkdir()
+        disk.fill()
+        with (disk.folder / "filler").open("ab") as error:
+            done = subprocess.run(
+                [sys.executable, "-c", LOCAL, str(disk.folder / "run" / "store"), repeat_s], stdout=subprocess.PIPE, stderr=error, timeout=100,
+                env={**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1"}, check=False,
+            )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2, done
+    for ended, results in found:
+        assert ended == "" and {test: passed for test, (passed, _) in results.items()} == {
+            "gpu_self_test": True, "all_to_all": None, "reference_step": None,
+        }  # fmt: skip
+        assert "No space left on device" in results["all_to_all"][1]
+
+
+@pytest.mark.parametrize(
+    ("error", "passed"),
+    [
+        (OSError(28, "No space left on device"), None),
+        (ImportError("libnccl.so.2: cannot open shared object file"), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (torch.distributed.DistStoreError("wait timeout"), None),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), None),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("a product that is none"), False),
+    ],
+)
+def test_what_raises_in_a_test_is_the_devices_fault_unless_it_is_the_surroundings(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, passed: bool | None
+) -> None:
+    def check(machine: diagnose.Machine) -> Any:
+        raise error
+
+    monkeypatch.setitem(diagnose.CHECKS, "gpu_self_test", check)
+    (result,) = diagnose.one(diagnose.Machine({"within_s": 5}), "gpu_self_test")
+    assert result["passed"] is passed and str(error)[-20:] in result["detail"]
+
+
+def test_a_port_that_somebody_else_took_holds_nobody_up_and_accuses_nobody(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()  # and says nothing
+        ring = RING.replace("_check_tools.free_port()", str(taken.getsockname()[1])).replace('"within_s": 40', '"within_s": 10')
+        begun_s = time.monotonic()
+        environment = {**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", ring, "all_gather,reference_step"], env=environment, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    results = [CheckResult(node=node, **result) for node, told in map(json.loads, done.stdout.splitlines()) for result in told]
+    assert len(results) == 6 and all(r.passed for r in results if r.test == "reference_step"), done.stderr
+    assert [r.passed for r in results if r.node == "a" and r.test == "all_gather"] == [None]
+    finding = found_by(results)
+    assert not finding.named and "address already in use" in finding.doubts[0]
+    assert time.monotonic() - begun_s < 25
 
 
 @pytest.mark.parametrize(

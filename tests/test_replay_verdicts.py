@@ -78,6 +78,15 @@ def test_crash_hang_and_nan_need_no_majority() -> None:
     assert failed(ranks(bad_step=8), ranks(bad_step=8)) == [True, True]
 
 
+def test_a_port_taken_by_somebody_else_is_no_fault_of_the_group() -> None:
+    said = "exit code 1: torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 40213, code: -98, name: EADDRINUSE"
+    first = ReplayedRank(rank=0, ended="crashed", detail=said)
+    late = ranks()[0].model_copy(update={"ended": "crashed", "detail": said})
+    results = judged((first, ReplayedRank(rank=1, ended="cut")), (late, ranks()[1]), ranks(), ranks())
+    assert [result.failed for result in results] == [None, True, False, False]
+    assert results[0].detail.startswith("rank 0 found its port taken by somebody else: exit code 1")
+
+
 def test_what_could_not_run_says_nothing_and_values_that_are_not_told_are_no_difference() -> None:
     results = judged({"could_not": "no agent answered on n0"}, ranks(blank=True), ranks(WRONG, blank=True), ranks(blank=True))
     assert [result.failed for result in results] == [None, False, False, False]
