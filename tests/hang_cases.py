@@ -44,13 +44,15 @@ WORKER_READS = "<module> (pretrain.py:301);_worker_loop (torch/utils/data/_utils
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`expected`: the ranks at fault; none where nobody can be told from the others. `exact`: the answer must be just those."""
+    """`expected`: the ranks at fault; none where nobody can be told from the others. `exact`: the answer must be just those, and `alike`: ranks
+    at which the same fault leaves the very same evidence, byte for byte, so that whoever names the culprit must name them, too."""
 
     name: str
     processes: tuple[ProcessStack, ...]
     layout: Layout
     expected: frozenset[int]
     exact: bool = True
+    alike: frozenset[int] = frozenset()
 
 
 def processes(world: int, where: Callable[[int], str | None], children: Callable[[int], tuple[str, ...]] = lambda rank: (), state: Callable[[int], str] = lambda rank: "S") -> tuple[ProcessStack, ...]:  # fmt: skip
@@ -189,7 +191,25 @@ def _simulated() -> Iterator[Case]:
                 for of, told in dumps(layout, {rank: (fault, at)}, whole=whole, timed=timed, ahead=(3, 6, 12)[index % 3])
             )
             name = f"{fault} rank {rank} of tp {tp} pp {pp} dp {dp} ({layout.rank_order}), {'all' if whole else 'pending'} operations recorded{', kernels timed' if timed else ''}"
-            yield Case(name, found, layout, frozenset({rank}), exact=fault not in ("error", "hung") or timed)
+            alike = (
+                _alike(layout, rank, at, whole=whole, timed=timed, ahead=(3, 6, 12)[index % 3])
+                if fault == "hung"
+                else frozenset[int]()
+            )
+            yield Case(name, found, layout, frozenset({rank}), exact=fault != "error", alike=alike)
+
+
+def _alike(layout: Layout, rank: int, at: int, *, whole: bool, timed: bool, ahead: int) -> frozenset[int]:
+    """Other ranks whose devices, hung at the same collective, leave the same dumps on all ranks."""
+    job = job_of(layout)
+    op = program(job, rank, 3, 3)[at]
+    seen = list(dumps(layout, {rank: ("hung", at)}, whole=whole, timed=timed, ahead=ahead))
+    return frozenset(
+        other
+        for other in job.groups[op.group][1]
+        if other != rank and op in (own := program(job, other, 3, 3))
+        and list(dumps(layout, {other: ("hung", own.index(op))}, whole=whole, timed=timed, ahead=ahead)) == seen
+    )  # fmt: skip
 
 
 def _at(layout: Layout, fault: Fault, rank: int, part: float) -> int:
