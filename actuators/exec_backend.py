@@ -147,14 +147,14 @@ class Exec:
                     process.stdin.write(json.dumps(told, sort_keys=True).encode() + b"\n")
                     await process.stdin.drain()
                     process.stdin.close()
-                code = await process.wait()
+                code = await _exit_of(process)
         except TimeoutError:
             pass
         finally:
             if process.returncode is None:  # not waited for yet, so that the number is still its own
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _exit_of(process)
             _, late = await asyncio.wait(readers, timeout=1.0)
             for reader in late:  # a pipe held open by something that left the group
                 reader.cancel()
@@ -162,6 +162,13 @@ class Exec:
             process._transport.close()  # type: ignore[attr-defined]  # the pipe's other end may stay open for ever
         out, err = (b"" if r.cancelled() or r.exception() else r.result() for r in readers)
         return code, out, err
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> int:
+    """Its exit code as soon as it has one: `wait` waits for whoever else holds its pipes, too, and a script may leave something behind."""
+    while process.returncode is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return process.returncode
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:

@@ -3,7 +3,8 @@ Pure; infra/pager.py sends.
 
     fold(pages, seen) -> pages          due(pages, now_ns, after_s, most) -> (Page, …)          to_end(pages, now_ns) -> (Page, …)
 
-A page is over when its incident is closed, its question is answered or superseded, or (what was planned) the next word is given.
+A page is over when its incident is closed, its question is answered or superseded, or (what was planned) the next word is given or a new
+attempt made a healthy step.
 One that is over or acknowledged is not repeated; that it is over is told once. A new page of the same incident is a new one.
 """
 
@@ -17,15 +18,15 @@ from actuators.intents import Seen
 from events.action import OutcomeRecorded, PageEnded, PageRepeated
 from events.clock import NS
 from events.decision import DecisionMade, IncidentClosed, IntentIssued
-from events.incident import JobFinished
-from events.job import ApprovalGiven, JobDeclared, PageAcknowledged, RestartRequested, StopRequested
+from events.incident import JobFinished, ProgressNoted
+from events.job import ApprovalGiven, JobDeclared, OverrideGiven, PageAcknowledged, RestartRequested, StopRequested
 
 V = TypeVar("V")
 
 #: Pages and decisions that are remembered, and how long one that is over still is, so that its end can be told again.
 PAGES_MAX = 2_000
 OVER_S_MAX = 900
-WORDS = {RestartRequested: "restart", StopRequested: "stop", JobDeclared: "declared anew"}
+WORDS = {RestartRequested: "restart", StopRequested: "stop", JobDeclared: "declared anew", OverrideGiven: "override"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,12 @@ def fold(pages: Pages, seen: Seen) -> Pages:
             if fact.mechanism not in ("", "none"):
                 how += f" by {fact.mechanism.replace('_', ' ')}"
             return _over(pages, seen, how, lambda p: p.intent.incident == fact.incident)
-        case RestartRequested() | StopRequested() | JobDeclared():
+        case RestartRequested() | StopRequested() | JobDeclared() | OverrideGiven():
             how = f"{WORDS[type(fact)]} by {fact.author}"
             return _over(pages, seen, how, lambda p: p.intent.job == fact.job and not p.intent.incident)
+        case ProgressNoted() if fact.first:
+            how = f"attempt {seen.event.attempt} made a healthy step"
+            return _over(pages, seen, how, lambda p: p.intent.job == seen.event.job and not p.intent.incident)
         case JobFinished():
             return _over(pages, seen, "the job finished", lambda p: p.intent.job == seen.event.job and not p.intent.incident)
     return pages

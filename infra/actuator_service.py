@@ -60,7 +60,7 @@ ROLE_OF = {
     "approval_given": "operator", "page_acknowledged": "operator", "restart_requested": "operator", "stop_requested": "operator",
     "decision_made": "decider", "intent_issued": "decider", "incident_closed": "decider", "machine_judged": "decider", "job_finished": "detector",
     "try_started": "actuator", "outcome_recorded": "actuator", "page_repeated": "actuator",
-    "page_ended": "actuator",
+    "page_ended": "actuator", "override_given": "operator", "progress_noted": "detector",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from events.clock import NS
 from events.decision import DecisionMade, EvidenceJudged, IncidentClosed, IncidentOpened, IntentIssued, SharedCause
 from events.envelope import AnyEvent
 from events.incident import JobFinished, ProgressNoted
-from events.job import ApprovalGiven, JobDeclared, OverrideGiven, RestartRequested, StopRequested
+from events.job import ApprovalGiven, JobDeclared, OverrideGiven, PageAcknowledged, RestartRequested, StopRequested
 from events.ports import Record
 from events.presence import Heartbeat
 from events.registry import Malformed, parse
@@ -89,8 +89,9 @@ class Watch:
     asked: dict[str, Asked] = field(default_factory=dict)
     #: What a person was paged with, in order.
     pages: list[IntentIssued] = field(default_factory=list)
-    #: job -> why a person was called for it outside of any incident, until it makes progress or the next word is given.
-    calls: dict[str, DecisionMade] = field(default_factory=dict)
+    #: job -> why a person was called for it outside of any incident, and when, until it is acknowledged, the next word is given, or a new
+    #: attempt made a healthy step.
+    calls: dict[str, tuple[DecisionMade, int]] = field(default_factory=dict)
 
     def ledger(self, record: Record) -> AnyEvent | None:
         """Folds one LEDGER record; None if it is not readable."""
@@ -123,7 +124,7 @@ class Watch:
                 story.shared.append(data)
             elif isinstance(data, IncidentClosed):
                 story.closed, story.closed_ns = data, record.time_ns
-        self._call(event)
+        self._call(event, record.time_ns)
         if isinstance(data, ProgressNoted):
             self.progress[event.job] = data
         elif isinstance(data, DecisionMade) and data.mode == "approve" and not data.vetoed and data.rung != "hand_over":
@@ -136,14 +137,16 @@ class Watch:
                 asked.answer, asked.answered_ns = data, record.time_ns
         return event
 
-    def _call(self, event: AnyEvent) -> None:
+    def _call(self, event: AnyEvent, time_ns: int) -> None:
         data = event.data
-        if isinstance(data, ProgressNoted | JobFinished | IncidentOpened):
+        if isinstance(data, JobFinished | IncidentOpened) or (isinstance(data, ProgressNoted) and data.first):
             self.calls.pop(event.job, None)
         elif isinstance(data, JobDeclared | RestartRequested | StopRequested | OverrideGiven):
             self.calls.pop(data.job, None)
+        elif isinstance(data, PageAcknowledged) and not data.incident:
+            self.calls = {job: call for job, call in self.calls.items() if call[0].decision != data.decision}
         elif isinstance(data, DecisionMade) and data.rung == "hand_over" and not data.incident and data.mode != "observe":
-            self.calls[data.job] = data
+            self.calls[data.job] = data, time_ns
 
     def telemetry(self, record: Record) -> None:
         """Folds one record of either telemetry stream."""

@@ -30,7 +30,8 @@ from events.action import OutcomeRecorded, PageEnded, PageRepeated, TryStarted
 from events.clock import NS, ns_of
 from events.decision import DecisionMade, IntentIssued
 from events.envelope import Fact
-from events.job import ApprovalGiven, PageAcknowledged, RestartRequested, StopRequested
+from events.incident import ProgressNoted
+from events.job import ApprovalGiven, OverrideGiven, PageAcknowledged, RestartRequested, StopRequested
 from events.ports import LEDGER
 from infra.actuator_service import Actuators
 from infra.cli.app import app
@@ -152,15 +153,18 @@ async def test_a_server_that_says_too_much_or_nonsense(answer: bytes, ok: bool, 
     assert (sent.ok, sent.detail) == (ok, detail)
 
 
-def test_a_script_that_leaves_a_child_with_its_pipe_is_over_without_a_word(tmp_path: Path) -> None:
-    path, told_ = tmp_path / "page", tmp_path / "child"
-    path.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {told_}\nexit 0\n")
+@pytest.mark.parametrize(("then", "ends"), [("exit 0", "exit code 0"), ("sleep 30", "did not end within 1 s")])
+def test_what_a_script_leaves_behind_with_its_pipes_holds_up_nobody(tmp_path: Path, then: str, ends: str) -> None:
+    path, child = tmp_path / "page", tmp_path / "child"
+    path.write_text(f"#!/bin/sh\nsetsid sh -c 'echo $$ > {child}; exec sleep 60' &\nsleep 0.3\n{then}\n")
     path.chmod(0o755)
-    settings = settings_in(tmp_path, f"channels: [{{kind: script, script: {path}}}]")
+    settings = settings_in(tmp_path, f"channels: [{{kind: script, script: {path}, timeout_s: 1}}]")
     command = [str(Path(sys.executable).with_name("keepstep")), "notify", str(settings), "--send"]
+    began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    os.kill(int(told_.read_text()), signal.SIGKILL)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "script-1: exit code 0\n", "")
+    os.kill(int(child.read_text()), signal.SIGKILL)
+    assert (done.returncode, done.stdout, done.stderr) == (int(then != "exit 0"), f"script-1: {ends}\n", "")
+    assert time.monotonic() - began < 30
 
 
 async def test_a_slow_server_is_waited_for_and_one_that_is_down_is_given_up() -> None:
@@ -399,6 +403,8 @@ def test_what_was_never_sent_is_not_repeated_and_old_ends_are_forgotten() -> Non
         ([decided(incident=""), page(incident="", epoch=0), sent()], RestartRequested(job=JOB, reason="r", author="bob"), "restart by bob"),
         ([decided(incident=""), page(incident="", epoch=0), sent()], StopRequested(job=JOB, reason="r", author="bob"), "stop by bob"),
         ([decided(incident=""), page(incident="", epoch=0), sent()], declared(author="bob"), "declared anew by bob"),
+        ([decided(incident=""), page(incident="", epoch=0), sent()], OverrideGiven(job=JOB, remedy="reattempt", reason="r", author="bob"), "override by bob"),
+        ([decided(incident=""), page(incident="", epoch=0), sent()], ProgressNoted(step=3, first=True, seen_ns=1), "attempt 0 made a healthy step"),
     ],
 )  # fmt: skip
 def test_the_end_of_a_page_is_told_once_with_what_ended_it(before: list[Fact], fact: Fact, over: str) -> None:

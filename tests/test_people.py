@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from events.job import ApprovalGiven, HoldReleased
+from events.job import ApprovalGiven, HoldReleased, PageAcknowledged
 from events.ports import LEDGER
 from events.registry import parse
 from infra.cli.common import Refused
@@ -233,6 +233,18 @@ def test_a_spare_is_no_machine_that_is_at_work_or_a_spare_already() -> None:
     free("z", watch.fleet, "gpt")
     evicted, _ = played("policy auto", LOST, "+5 progress gpt first attempt=2 step=4")
     free("c", evicted.fleet, "gpt")  # repaired
+
+
+def test_a_choice_that_can_not_be_carried_out_is_a_call_until_it_is_acknowledged_and_the_job_trains_on() -> None:
+    watch, story = played("+5 override gpt evict node=z", "+5 progress gpt attempt=1 step=9")
+    (call,) = calls_of(watch)
+    assert (
+        "z runs no rank of the job" in call["because"] and jobs_of(watch)[0]["state"] == "training" and is_amiss(watch, {}, [])
+    )
+    fact = PageAcknowledged(job="gpt", decision=call["decision"], reason="mistyped", author="ann")
+    story.say(fact, "operator", "gpt")
+    watch.ledger(story.records[-1])
+    assert calls_of(watch) == [] and not is_amiss(watch, {}, [])
 
 
 NEXT = ["+5 progress gpt first attempt=2 step=4", "+5 restart gpt", "+5 stop gpt", "+5 override gpt reattempt"]

@@ -257,11 +257,12 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def deny(
         reason: Reason, decision: Annotated[str, typer.Argument(help="The beginning of its id, as `keepstep status` lists it")] = "",
-        latest: Annotated[bool, typer.Option("--latest", help="The one that was asked for last")] = False,
+        latest: Annotated[bool, typer.Option("--latest", help="The one that was asked for last")] = False, expires: Expires = "",
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
-        """Say no to a decision that waits: nothing is done, and the incident is yours."""
-        answer(False, decision, latest, reason, "", home, url, key, json)
+        """Say no to a decision that waits: nothing is done, and the incident is yours. With --expires, a no that the decider has not heard by
+        then counts for nothing."""
+        answer(False, decision, latest, reason, expires, home, url, key, json)
 
     @app.command()
     def override(

@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 
 from events.clock import NS, text_of
-from events.decision import DecisionMade
 from events.ports import LEDGER, TELEMETRY_NODE
 from events.registry import Malformed, parse
 from events.subjects import NODE, tick
@@ -113,7 +112,7 @@ def jobs_of(watch: Watch) -> list[dict[str, Any]]:
         {
             "job": job.name, "wanted": job.wanted, "attempt": job.attempt, "step": job.last_step, "nodes": [p.node for p in job.places],
             "standbys": [p.node for p in job.standbys], "evicted": list(job.evicted), "held": watch.fleet.held(job.name),
-            "incident": job.incident.id if job.incident else None, "state": state_of(job, watch.calls.get(job.name)),
+            "incident": job.incident.id if job.incident else None, "state": state_of(job, watch.calls.get(job.name, (None, 0))[1]),
             "awaiting": job.plan.decision if job.plan and job.plan.stage == "awaiting" else None,
         }
         for job in watch.fleet.jobs.values()
@@ -191,16 +190,16 @@ def calls_of(watch: Watch) -> list[dict[str, str]]:
     """What a person was called for outside of any incident, and nobody has seen to."""
     return [
         {"job": made.job, "decision": made.decision, "because": made.because, "runbook": runbook_of(made)}
-        for made in watch.calls.values()
+        for made, _ in watch.calls.values()
     ]
 
 
-def state_of(job: Any, call: DecisionMade | None = None) -> str:
-    """One word or two for where a job stands. `call`: what a person was called for."""
+def state_of(job: Any, called_ns: int = 0) -> str:
+    """One word or two for where a job stands. `called_ns`: when a person was called for it outside of any incident."""
     if job.wanted != "running":
         return str(job.wanted)
     if job.incident is not None:
         return str({"": "incident", "handed_over": "handed over"}.get(job.incident.blocked, job.incident.blocked))
     if job.plan is not None:
         return "starting"
-    return "handed over" if call is not None else "training"
+    return "handed over" if called_ns > job.last_progress_ns else "training"
