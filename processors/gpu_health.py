@@ -30,6 +30,15 @@ _NOT_ALLOWED = (4, 17)
 _XID = re.compile(r"(?<![A-Za-z])Xid \((?P<device>[^)]{4,40})\): (?P<xid>\d{1,6})(?!\d)")
 
 
+#: What the kernel says while NVIDIA's driver is loaded or unloaded.
+_LOADS = re.compile(
+    r"NVRM: loading NVIDIA|nvidia-uvm: (?:Loaded|Unloaded)|nvidia-modeset: (?:Loading|Unloading)"
+    r"|nvidia-nvlink: (?:Nvlink Core is being initialized|Unregistered)"
+)
+#: Words that a line of interest holds; most lines hold none.
+_WORDS = ("Xid", "NVRM", "nvidia-")
+
+
 _ADAPTER: TypeAdapter[GpuState] = TypeAdapter(GpuState)
 
 
@@ -57,7 +66,7 @@ class GpuHealth:
     def detect(self, state: GpuState, clock: PartitionClock, seen: Seen) -> tuple[GpuState, tuple[Claim, ...]]:
         data = seen.event.data
         if type(data) is KernelLog:
-            if not any("Xid" in record.text for record in data.records):
+            if not any(word in record.text for record in data.records for word in _WORDS):
                 return state, ()
             return _Fold(state, clock, seen).kernel(data)
         if type(data) is not GpuXid and seen.seen_ns < state.seen_ns:
@@ -165,7 +174,9 @@ class _Fold:
                 views.append(self._present(view, gpu, grace, rebooted, data.interval_s))
         views += [self._present(View(key), gpu, grace, True, data.interval_s) for key, gpu in sorted(there.items())]
         views += self._never_seen(data, views)
-        return self.done(GpuState(state.node, boot, tuple(views[:GPUS_MAX]), runs, 0, state.xids, state.seen_ns))
+        return self.done(
+            GpuState(state.node, boot, tuple(views[:GPUS_MAX]), runs, 0, state.xids, state.seen_ns, state.loaded_ns)
+        )
 
     def _expected(self, there: dict[str, Gpu], data: GpuSample, rebooted: bool) -> list[View]:
         """The GPUs that should be there. As many as before after a reboot, but others: cards were changed. One that was only known by
@@ -183,6 +194,8 @@ class _Fold:
         if lost is None:
             lost = next((one for one in data.lost if not one.uuid and (not view.address or one.index == view.at)), None)
         if lost is not None and lost.code in _NOT_ALLOWED:
+            return view
+        if self._loading():  # they come one by one
             return view
         why = f"NVML can't reach it any more: {lost.error}" if lost else "NVML does not list it any more"
         known = f", serial number {view.serial}" if view.serial else ""
@@ -287,19 +300,25 @@ class _Fold:
         if misses < self.limits.driver_misses:
             return runs
         why = []
-        if data is not None and data.process_state == "D":
+        loading = self._loading()  # whoever asks waits uninterruptibly for that
+        if data is not None and data.process_state == "D" and not loading:
             why.append(f"the process that asks is in uninterruptible sleep{f' in {data.waits_in}' if data.waits_in else ''}")
-        if data is not None and data.ranks_stuck:
+        if data is not None and data.ranks_stuck and not loading:
             ranks = ", ".join(map(str, data.ranks_stuck[:8]))
             why.append(f"ranks in uninterruptible sleep: {ranks}{' …' if len(data.ranks_stuck) > 8 else ''}")
         xid = self._hang_xid(state)
-        if xid is not None:
+        if xid is not None and xid.seen_ns >= state.loaded_ns:
             ago_s = max(0, self.seen.seen_ns - xid.seen_ns) / NS
             why.append(f"Xid {xid.xid} of {xid.device or 'a GPU'} {ago_s:.0f} s ago")
         if not why:
             return runs
         text = f"{misses} questions on end to the NVIDIA driver were not answered; " + "; ".join(why)
         return self._step(runs, "gpu_driver_hang", "gpu_driver_hang", "high", device, text, 1)
+
+    def _loading(self) -> bool:
+        """Whether the driver was loaded or unloaded just now."""
+        loaded_ns = self.state.loaded_ns
+        return bool(loaded_ns) and self.seen.seen_ns - loaded_ns < int(self.limits.load_grace_s * NS)
 
     def _hang_xid(self, state: GpuState) -> Xid | None:
         since_ns = self.seen.seen_ns - int(self.limits.hang_xid_window_s * NS)
@@ -311,6 +330,8 @@ class _Fold:
     def kernel(self, data: KernelLog) -> tuple[GpuState, tuple[Claim, ...]]:
         state = self.state
         for record in data.records:
+            if _LOADS.search(record.text) and not (record.history or record.hearsay):
+                state = state._replace(loaded_ns=max(state.loaded_ns, self.seen.seen_ns))
             match = _XID.search(record.text) if "Xid" in record.text and not (record.history or record.hearsay) else None
             if match:
                 device = pci_address(match["device"].split(" ")[0])

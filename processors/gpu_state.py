@@ -55,7 +55,8 @@ class Xid(NamedTuple):
 
 class GpuState(NamedTuple):
     """`boot`: that of the last sample. `runs`: of the node as a whole. `misses`: questions on end that were not answered.
-    `seen_ns`: when the last word that changed anything here was seen; what is older is of before."""
+    `seen_ns`: when the last word that changed anything here was seen; what is older is of before. `loaded_ns`: when the kernel
+    told last that the driver is loaded or unloaded."""
 
     node: str = ""
     boot: str = ""
@@ -64,3 +65,4 @@ class GpuState(NamedTuple):
     misses: int = 0
     xids: tuple[Xid, ...] = ()
     seen_ns: int = 0
+    loaded_ns: int = 0

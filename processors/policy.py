@@ -102,6 +102,8 @@ class GpuLimits(_Section):
     #: Answers on end that did not come, together with a process in uninterruptible sleep or an Xid 119 or 120 within the window.
     driver_misses: Annotated[int, Field(ge=1, le=1000)] = 2
     hang_xid_window_s: Seconds = 300.0
+    #: After the kernel told that the driver is loaded or unloaded, GPUs come one by one and whoever asks waits.
+    load_grace_s: Annotated[float, Field(ge=0, le=24 * 3600, allow_inf_nan=False)] = 120.0
     #: What lasts is told again after this long; of memory errors that go on growing, and of an Xid of one GPU, sooner.
     repeat_s: Seconds = 600.0
     ecc_repeat_s: Seconds = 60.0

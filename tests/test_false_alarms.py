@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.simulation import noise
-from tests.simulation.fleet import DENSE, SPARSE, Fleet
+from tests.simulation.fleet import DENSE, RACK, SPARSE, Fleet
 from tests.telemetry import XID_79
 
 
@@ -68,3 +68,24 @@ def test_a_job_that_stands_still_is_looked_into() -> None:
     fleet.world.run(760)  # half of the limit of a step, since the links of all nodes are idle
     assert fleet.world.signals["job_hang/low/no_progress"] == 1
     assert fleet.world.actions["rung aggregate_stacks"] == 1
+
+
+def test_a_driver_that_is_loaded_anew_on_a_whole_rack_and_answers_nobody_meanwhile() -> None:
+    """Whoever asks it waits uninterruptibly, twice on end; its job dies of it."""
+    fleet = _running(6)
+    job, world = fleet.jobs["one"], fleet.world
+    told = [
+        noise.kernel("nvidia-modeset: Unloading"),
+        noise.watch("missed", up_s=9e5, misses=1, deadline_s=10.0, process_state="D", waits_in="nvidia_open"),
+        noise.watch("missed", up_s=9e5, misses=2, deadline_s=10.0, process_state="D", waits_in="nvidia_open"),
+        noise.kernel(noise.HARMLESS[1]),
+        noise.watch("watching", up_s=9e5),
+        noise.gpu_sample(world.chance),
+    ]
+    for node in job.nodes[:RACK]:
+        for i, template in enumerate(told):
+            world.after(8 * i, lambda template=template, node=node: world.observe(template, node))  # type: ignore[misc]
+    world.after(20, job.crash)
+    world.run(1500)
+    assert world.evictions == [] and not world.signals["gpu_driver_hang/high/gpu_driver_hang"]
+    assert job.attempt == 2 and job.runs

@@ -17,7 +17,7 @@ from processors.gpu_health import GpuHealth
 from processors.gpu_rules import RULES
 from processors.node import NodeDetector, node_detector
 from processors.policy import Detectors, GpuLimits
-from tests.telemetry import Story, catalogue, facts, told
+from tests.telemetry import Story, catalogue, facts, ns, told
 
 CATALOGUE = catalogue()
 NODE = NodeDetector((GpuHealth(CATALOGUE),))
@@ -228,6 +228,40 @@ def test_the_drivers_own_word_makes_it_a_hang_before_or_after() -> None:
         assert claims(tell(story, 60, missed(1), missed(2))) == []
     by_nvml = tell(every_10_s(sample()), 50, GpuXid(xid=120, address="0000:30:00.0"), missed(1), missed(2))
     assert ("gpu_driver_hang", "high", "gpu_driver_hang", "0000:30:00.0") in brief(by_nvml)
+
+
+LOADING = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.15"
+
+
+def test_a_driver_that_is_loaded_anew_is_no_hang_and_its_gpus_come_one_by_one() -> None:
+    story = every_10_s(sample(), sample())
+    story.kernel(25, "n1", "nvidia-modeset: Unloading", job="gpt", attempt=1)
+    tell(story, 30, missed(1, "D"))
+    tell(story, 40, missed(2, "D", ranks_stuck=(0, 1)))
+    story.kernel(45, "n1", LOADING, job="gpt", attempt=1)
+    tell(story, 50, sample(without=(1, 2, 3)))
+    tell(story, 60, sample(without=(3,)))
+    tell(story, 70, sample())
+    assert claims(story) == []
+
+
+def test_one_that_hangs_or_lacks_a_gpu_long_after_it_was_loaded_is_told() -> None:
+    story = every_10_s(sample(), sample())
+    story.kernel(25, "n1", LOADING, job="gpt", attempt=1)
+    for second in range(30, 200, 10):
+        tell(story, second, missed(second // 10, "D"))
+    tell(story, 210, sample(without=(3,)))
+    assert brief(story)[0][:3] == ("gpu_driver_hang", "high", "gpu_driver_hang")
+    assert ("gpu_unavailable", "high", "gpu_lost", "0000:40:00.0") in brief(story)
+    assert claims(story)[0].seen_ns == ns(150)
+
+
+def test_the_drivers_own_word_of_a_hang_counts_while_it_is_loaded() -> None:
+    story = every_10_s(sample(), sample())
+    story.kernel(25, "n1", LOADING, job="gpt", attempt=1)
+    story.kernel(30, "n1", XID_119, job="gpt", attempt=1)
+    tell(story, 40, missed(2, "D"))
+    assert [one[:2] for one in brief(story)] == [("gpu_driver_hang", "high")]
 
 
 def test_a_driver_that_is_gone_within_a_boot_is_worth_a_word() -> None:
