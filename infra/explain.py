@@ -296,9 +296,11 @@ def _closed(data: Any) -> str:
     if data.back_ns:
         parts.append(f"back at work {_seconds((data.back_ns - data.first_evidence_ns) / NS)} after it")
         if data.step_before >= 0:
-            lost = max(0, data.step_before - data.step_restored)
             restored = f"restored at {data.step_restored}" if data.step_restored >= 0 else "started from the beginning"
-            parts.append(f"at step {data.step_before}, {restored}: {lost} steps lost")
+            if data.step_restored > data.step_before:  # it had come further than the ledger was told, every so often
+                parts.append(f"{restored}, beyond step {data.step_before}, the last that the ledger was told of")
+            else:
+                parts.append(f"at step {data.step_before}, {restored}: {data.step_before - data.step_restored} steps lost")
     return "; ".join(parts)
 
 

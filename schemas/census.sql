@@ -98,8 +98,9 @@ WITH opened AS (
     SELECT o.job, o.epoch, o.incident, coalesce(c.symptom, o.symptom) AS symptom,
            coalesce(c.mechanism, d.rung) AS mechanism, coalesce(c.outcome, 'open') AS outcome,
            o.first_evidence_ns, o.opened_ns, d.decided_ns, nullif(c.back_ns, 0) AS back_ns, c.closed_ns,
-           CASE WHEN c.outcome = 'recovered' AND c.step_before >= 0 THEN greatest(c.step_before - c.step_restored, 0) END
-               AS steps_lost,
+           -- A restore beyond the last step that the ledger was told of (it is told every so often): how many were lost is not known.
+           CASE WHEN c.outcome = 'recovered' AND c.step_before >= c.step_restored AND c.step_before >= 0
+               THEN c.step_before - c.step_restored END AS steps_lost,
            coalesce(c.nodes, []) AS nodes
     FROM opened o LEFT JOIN closed c USING (incident) LEFT JOIN last_decision d USING (incident)
 ), requests AS (
@@ -124,8 +125,8 @@ WITH opened AS (
            p.first_evidence_ns, p.opened_ns, decided.decided_ns,
            CASE WHEN p.request = 'restart_requested' THEN back.time_ns END AS back_ns,
            CASE WHEN p.request = 'restart_requested' THEN back.time_ns END AS closed_ns,
-           CASE WHEN p.request = 'restart_requested' AND back.time_ns IS NOT NULL
-               THEN greatest(before.step - back.restored_step, 0) END AS steps_lost,
+           CASE WHEN p.request = 'restart_requested' AND before.step >= back.restored_step
+               THEN before.step - back.restored_step END AS steps_lost,
            []::VARCHAR[] AS nodes
     FROM planned p
     LEFT JOIN LATERAL (SELECT min(d.decided_ns) AS decided_ns FROM decisions d

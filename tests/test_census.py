@@ -95,6 +95,17 @@ def test_counts_shares_mechanisms_and_resolution_times() -> None:
     assert hang == [{"time": "detect"}], "what is not over has no time"
 
 
+def test_how_many_steps_a_restore_beyond_the_last_known_step_lost_is_not_known() -> None:
+    story = Story()
+    killed_rank(story)
+    records = [
+        replace(record, data=record.data.replace(b'"step_restored":15', b'"step_restored":24'))
+        if record.subject.endswith(".incident_closed") else record
+        for record in story.records
+    ]  # fmt: skip
+    assert rows(load(records), "SELECT outcome, steps_lost FROM incidents") == [{"outcome": "recovered", "steps_lost": None}]
+
+
 def test_planned_restarts_are_manual_and_a_stop_with_its_restart_is_one() -> None:
     con = load(planned(Story()).records)
     found = rows(con, "SELECT symptom, category, mechanism, outcome, opened_ns, back_s, decide_s, steps_lost FROM incidents")

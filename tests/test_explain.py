@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from events.decision import IncidentClosed
 from events.job import ApprovalGiven, HoldPlaced, HoldReleased
 from events.ports import LEDGER, Record
 from events.registry import parse
 from infra import explain as explain_module
-from infra.explain import UnknownIncident, explain, find, known, to_json
+from infra.explain import UnknownIncident, _closed, explain, find, known, to_json
 from tests.ledgers import Story, killed_rank, ns
 from tests.test_stories import play
 
@@ -42,6 +43,15 @@ def test_a_killed_rank_is_told_from_first_evidence_to_close() -> None:
         "+5.000 decider: closed: recovered by reattempt (rank_exit); opened 0.000 s after the first evidence; decided 1.500 s after it; "
         "back at work 5.000 s after it; at step 20, restored at 15: 5 steps lost",
     ]
+
+
+def test_a_restore_beyond_what_the_ledger_was_told_of_loses_an_unknown_number_of_steps() -> None:
+    closed = IncidentClosed(
+        incident="i", job="j", epoch=1, symptom="rank_exit", mechanism="reattempt", outcome="recovered", first_evidence_ns=1, opened_ns=1,
+        back_ns=2, step_before=155, step_restored=159, trigger=1, ledger_digest="",
+    )  # fmt: skip
+    assert _closed(closed).endswith("restored at 159, beyond step 155, the last that the ledger was told of")
+    assert _closed(closed.model_copy(update={"step_restored": 155})).endswith("at step 155, restored at 155: 0 steps lost")
 
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
