@@ -9,7 +9,8 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,57 @@ ANSWER_S = 4.0
 REPEAT_SHARE = 0.7
 
 
+class TestsEnded(Exception):
+    """They were ended before they came to a result: the machine is wanted for something else."""
+
+
+@dataclass
+class _Run:
+    """Tests that go on here. `over` is set to end them."""
+
+    job: str
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class NodeTests:
     """`folder`: where ranks of this machine meet, through files."""
 
     def __init__(self, node: str, folder: Path, slots: SlotSet) -> None:
         self.node, self.folder, self._slots = node, folder, slots
+        self._runs: list[_Run] = []
+
+    async def end(self, job: str) -> int:
+        """Ends the job's tests here, warm workers stay so, and waits until nothing of them runs; how many there were."""
+        runs = [run for run in self._runs if run.job == job]
+        for run in runs:
+            run.over.set()
+        await asyncio.gather(*(run.done.wait() for run in runs))
+        return len(runs)
 
     async def run(self, command: NodeCommand, plan: Plan, kept: int) -> tuple[str, tuple[CheckResult, ...]]:
         """A sentence and the results. Afterwards no more than `kept` workers of the job's are parked. Raises SlotFailed where no
-        worker could be had."""
+        worker could be had, TestsEnded."""
+        run = _Run(command.job)
+        self._runs.append(run)
+        try:
+            return await self._run(run, command, plan, kept)
+        finally:
+            self._runs.remove(run)
+            run.done.set()
+
+    async def _run(self, run: _Run, command: NodeCommand, plan: Plan, kept: int) -> tuple[str, tuple[CheckResult, ...]]:
         begun_s = time.monotonic()
         within_s = command.within_s or WITHIN_S
         count = command.place.count if command.place else 1
         if parked_form(plan.command) is None:  # no Python program: our own interpreter, which may have no torch
             plan = Plan((sys.executable, "tests"), plan.directory, plan.environment)
         warm = sum(1 for slot in self._slots.idle(command.job, plan) if slot.ready.is_set())
-        workers = await self._workers(command.job, plan, count, begun_s + within_s * 0.8)
+        try:
+            workers = await self._workers(run, plan, count, begun_s + within_s * 0.8)
+        except TestsEnded:
+            await self._let_go(command.job, plan, kept)
+            raise
         token = secrets.token_hex(8)
         folder = self.folder / token
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,8 +101,16 @@ class NodeTests:
                 }
                 for rank in range(count)
             ]
-            asked = (self._ask(slot, spec, left_s) for slot, spec in zip(workers, specs, strict=True))
-            answers = await asyncio.gather(*asked)
+            asked = asyncio.gather(*(self._ask(slot, spec, left_s) for slot, spec in zip(workers, specs, strict=True)))
+            try:
+                await first_of(asked, run.over)
+                if run.over.is_set():
+                    await asyncio.gather(*(self._call_back(slot, token) for slot in workers))
+                answers = await asked
+            finally:
+                asked.cancel()
+            if run.over.is_set():
+                raise TestsEnded("its tests were ended for something else")
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, True)
             await self._let_go(command.job, plan, kept)
@@ -75,19 +119,17 @@ class NodeTests:
         said = f"failed {', '.join(failed)}" if failed else "no test failed"
         return f"{said}; {min(warm, count)} of {count} workers warm, {time.monotonic() - begun_s:.2f} s", results
 
-    async def _workers(self, job: str, plan: Plan, count: int, end_s: float) -> list[Slot]:
-        """Parked workers, warm ones first; missing ones are started. Raises SlotFailed."""
+    async def _workers(self, run: _Run, plan: Plan, count: int, end_s: float) -> list[Slot]:
+        """Parked workers, warm ones first; missing ones are started. Raises SlotFailed, TestsEnded."""
+        job = run.job
         idle = sorted(self._slots.idle(job, plan), key=lambda slot: (not slot.ready.is_set(), slot.record.slot))[:count]
         missing = [self._slots.make(job, plan, parked=True) for _ in range(count - len(idle))]
         workers = [*idle, *await asyncio.gather(*missing)]
         for slot in workers:
-            ready, gone = asyncio.create_task(slot.ready.wait()), asyncio.create_task(slot.gone.wait())
-            try:
-                left_s = max(0.0, end_s - time.monotonic())
-                await asyncio.wait({ready, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ready.cancel()
-                gone.cancel()
+            left_s = max(0.0, end_s - time.monotonic())
+            await first_of(slot.ready.wait(), slot.gone, run.over, timeout_s=left_s)
+            if run.over.is_set():
+                raise TestsEnded("its tests were ended before they began")
             if not slot.ready.is_set() or not slot.live:
                 tail = str((slot.ended or {}).get("stderr_tail", "")).strip().rsplit("\n", 1)[-1][:300]
                 raise SlotFailed(f"no worker to run the tests: {tail or 'it did not get ready in time'}")
@@ -103,9 +145,29 @@ class NodeTests:
             detail = f"its tester hangs: no answer in {within_s + ANSWER_S:.0f} s"
             return [{"test": spec["tests"][0] if spec["tests"] else "gpu_self_test", "passed": False, "detail": detail}]
 
+    async def _call_back(self, slot: Slot, token: str) -> None:
+        """A request of no tests takes the place of the one that runs."""
+        if slot.record.attempt or slot.record.replay:  # it is a rank by now, and its tester gone
+            return
+        try:
+            await slot.diagnose({"id": f"{token}/{slot.record.slot}", "tests": [], "within_s": ANSWER_S}, ANSWER_S)
+        except (SlotFailed, TimeoutError):
+            await self._slots.end(slot, 0)
+
     async def _let_go(self, job: str, plan: Plan, kept: int) -> None:
         idle = sorted(self._slots.idle(job, plan), key=lambda slot: (not slot.ready.is_set(), slot.record.slot))
         await asyncio.gather(*(self._slots.end(slot, 0) for slot in idle[kept:]))
+
+
+async def first_of(work: Awaitable[Any], *events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until the work is done (a future goes on, anything else is cancelled), an event is set, or the time is over."""
+    ours = [asyncio.create_task(event.wait()) for event in events]
+    first: asyncio.Future[Any] = work if isinstance(work, asyncio.Future) else asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({first, *ours}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (*ours, *(() if first is work else (first,))):
+            task.cancel()
 
 
 def merged(node: str, answers: Sequence[Iterable[dict[str, Any]]]) -> tuple[CheckResult, ...]:

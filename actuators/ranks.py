@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from actuators.checkpoints import CheckpointReader
 from actuators.environment import Plan, parked_form, plan_of, ranked
 from actuators.node_memory import NodeMemory
-from actuators.node_tests import NodeTests, clear
+from actuators.node_tests import NodeTests, TestsEnded, clear
 from actuators.processes import state_of
 from actuators.replays import Replays
 from actuators.revisions import RevisionFailed, Revisions
@@ -204,6 +204,8 @@ class RankHost:
             self._check_current(command)
             if command.verb in ("start", "stop", "fence"):
                 await self._replays.end(command.job)
+            if command.verb in ("start", "stop", "fence", "replay", "diagnose"):  # nothing tests a machine that is wanted
+                await self._tests.end(command.job)
             match command.verb:
                 case "park":
                     detail = await self._park(command)
@@ -223,7 +225,7 @@ class RankHost:
                 case "diagnose":
                     detail, more = await self._diagnose(command)
             ok = True
-        except Refused as error:
+        except (Refused, TestsEnded) as error:
             ok, detail = False, str(error)
         except (SlotFailed, OSError, ValueError) as error:
             ok, final, detail = False, False, str(error) or type(error).__name__

@@ -24,6 +24,8 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 #: What a run may write: results are small, and a runaway must not fill the memory.
 OUTPUT_BYTES_MAX = 4 << 20
+#: A run that another request took the place of, one of no tests at all, say.
+CALLED_BACK = "called back"
 #: A killed process that is not dead by then sleeps uninterruptibly, in a driver.
 DIE_S = 2.0
 
@@ -69,9 +71,11 @@ def serve(requests: socket.socket, answers: socket.socket) -> None:
         if not block:
             return
         *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
+        for left, line in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
             spec = json.loads(line)["diagnose"]
-            answer = examined(spec, requests)
+            answer: dict[str, Any] | None = {"id": spec.get("id", ""), "results": [], "ended": "", "elapsed_s": 0.0}
+            if spec["tests"] and not left:  # else there is nothing to do, or another has taken its place already
+                answer = examined(spec, requests)
             if answer is None:
                 return
             answers.sendall(json.dumps({"diagnosed": answer}).encode() + b"\n")
@@ -119,7 +123,7 @@ def examined(spec: dict[str, Any], requests: socket.socket | None = None) -> dic
 
 
 def _listen(read: int, end_s: float, requests: socket.socket | None) -> tuple[bytes, str]:
-    """What the run wrote, and why it is cut off: '' (it came to its end), 'hung' or 'gone'."""
+    """What the run wrote, and why it is cut off: '' (it came to its end), 'hung', 'gone', or since something else is asked for."""
     text = b""
     test_end_s = end_s
     watched: list[Any] = [read] if requests is None else [read, requests]
@@ -131,7 +135,7 @@ def _listen(read: int, end_s: float, requests: socket.socket | None) -> tuple[by
         if requests in ready and requests is not None:
             if not requests.recv(1, socket.MSG_PEEK):
                 return text, "gone"
-            watched = [read]  # the next request: its turn comes
+            return text, CALLED_BACK
         if read in ready:
             block = os.read(read, 1 << 16)
             if not block:
@@ -192,10 +196,11 @@ def results_of(text: bytes, ended: str, elapsed_s: float) -> list[dict[str, Any]
             begun = ""
             for result in said["results"]:
                 found[result["test"], tuple(result.get("peers", ()))] = result
-    if begun or ended not in ("", "hung"):
-        how = {"hung": f"did not come to an end in {elapsed_s:.1f} s and was killed"}.get(ended, f"its process ended: {ended}")
+    if begun or ended not in ("", "hung", CALLED_BACK):
+        hung = f"did not come to an end in {elapsed_s:.1f} s and was killed"
+        how = {"hung": hung, CALLED_BACK: "was ended for something else"}.get(ended, f"its process ended: {ended}")
         # NCCL ends a process by SIGABRT when its peer is silent: not this machine's fault.
-        elsewhere = begun in SHARED and ended in ("hung", "signal 6")
+        elsewhere = ended == CALLED_BACK or (begun in SHARED and ended in ("hung", "signal 6"))
         test = begun or "gpu_self_test"
         found[test, ("",)] = {"test": test, "passed": None if elsewhere else False, "detail": how, "duration_s": elapsed_s}
     return list(found.values())

@@ -37,6 +37,7 @@ from processors.state import (
     Told,
     Trouble,
     counted,
+    lost_standbys,
     more_spares,
     with_incident,
 )
@@ -45,6 +46,7 @@ from processors.state import (
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
 
 
+BEGUN = ("stopping", "examining", "starting", "confirming")
 #: As events hold it.
 FAILED = Situation.FAILED.name.lower()
 
@@ -204,13 +206,24 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
         elif not data.vetoed:
             job = _watched(job)
     elif data.rung == "hand_over" and acts:
-        failed = job.plan if job.plan and (job.plan.failed or job.plan.overdue) else None
-        if failed and job.incident and job.incident.lacking:
-            job = with_incident(job, going_on=FAILED, suspects=(), finding=failed.failed or "it came too late")
+        job = _wanting(job, data)
         job = job._replace(plan=None)
     elif data.rung == "hand_over" and not data.vetoed:
         job = _watched(job)
     return fleet.put(job)
+
+
+def _wanting(job: Job, data: DecisionMade) -> Job:
+    """What was given up for want of standbys goes on with what failed, or with what a person asked for."""
+    plan, incident = job.plan, job.incident
+    if data.reason != "no_standby" or plan is None:
+        return job
+    if not plan.incident:
+        return job._replace(lacking=job.lacking or "operator_restart")
+    if incident is None or not (plan.failed or plan.overdue or plan.stage in BEGUN):
+        return job
+    finding = plan.failed or ("it came too late" if plan.overdue else "a standby was lost on the way")
+    return with_incident(job, going_on=FAILED, suspects=(), finding=finding)
 
 
 def _watched(job: Job) -> Job:
@@ -297,6 +310,7 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
         earlier = plan.stage if plan.stage in ("starting", "confirming") else "stopping"  # an eviction that is issued anew
         stage, step = STAGES.get(data.verb, earlier), (data.verb, data.node)
         refused = tuple(one for one in plan.refused if one != step)
+        plan = _instead(fleet, job, plan, data) if data.verb == "wake_standby" else plan
         job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: step}, stage=stage, refused=refused))
     if data.verb == "evict_node":
         if data.node not in job.evicted:
@@ -315,11 +329,19 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
                 job = job._replace(unexamined={**job.unexamined, data.node: (data.incident, rule, machines)})
         job = job._replace(evicting={**job.evicting, data.key: data.node})
     elif data.verb == "start_attempt":
-        job = _started(job, data)
+        job = _started(job, data, event.time)
     return fleet.put(job)
 
 
-def _started(job: Job, data: IntentIssued) -> Job:
+def _instead(fleet: Fleet, job: Job, plan: Plan, data: IntentIssued) -> Plan:
+    """The plan with this standby in the place of the first that was lost."""
+    lost = lost_standbys(fleet, job, plan)
+    if data.node in plan.standbys or not lost:
+        return plan
+    return plan._replace(standbys=tuple(data.node if node == lost[0] else node for node in plan.standbys))
+
+
+def _started(job: Job, data: IntentIssued, time_ns: int) -> Job:
     spares = {place.node: place for place in job.standbys}
     places = tuple(job.by_node.get(p.node) or spares.get(p.node) or Place(node=p.node) for p in data.places)
     used = {place.node for place in places}
@@ -334,6 +356,12 @@ def _started(job: Job, data: IntentIssued) -> Job:
     if data.revision:
         job = _runs(job, data.revision)
     job = job if places == job.places else job.at(places)
+    if unheard := [
+        node for node in used if job.unfit.get(node) == "node_silent"
+    ]:  # as standbys; it is silence of the job's own now
+        silent = {node: Trouble("node_silent", time_ns, time_ns) for node in unheard}
+        unfit = {node: why for node, why in job.unfit.items() if node not in silent}
+        job = job._replace(silent={**job.silent, **silent}, unfit=unfit)
     if job.incident is None:
         return job
     # What was settled is settled of the attempt before: new trouble is looked at anew.

@@ -9,10 +9,10 @@ from events.clock import NS
 from events.decision import DecisionMade, HandOverReason, IntentIssued
 from events.envelope import TEXT_MAX, Fact
 from events.ids import derived_id
-from events.job import Mode, Place
+from events.job import Mode
 from processors.budget import Over, over_budget
 from processors.ladder import Situation, rule_of
-from processors.state import Fleet, Incident, Job, Plan
+from processors.state import Fleet, Incident, Job, Plan, lost_standbys, usable_standbys
 
 Base = dict[str, Any]
 
@@ -190,18 +190,6 @@ def ask(fleet: Fleet, job: Job, made: DecisionMade, base: Base) -> list[Fact]:
 # --- standbys ------------------------------------------------------------------------------------------------------------------
 
 
-def usable_standbys(fleet: Fleet, job: Job) -> list[Place]:
-    """Spares that may be used, in order: not ailing, not evicted, not a machine (by serial number) that was evicted before."""
-    return [
-        place
-        for place in job.standbys
-        if place.node not in job.unfit
-        and place.node not in job.evicted
-        and place.node not in job.silent
-        and not (place.serial and place.serial in fleet.bad_serials)
-    ]
-
-
 def spares_for(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> tuple[str, ...] | None:
     """A standby for each machine that goes, or None if there are too few."""
     if not nodes:
@@ -214,18 +202,16 @@ def no_standby(fleet: Fleet, job: Job, nodes: tuple[str, ...]) -> str:
     return f"{len(nodes)} standbys are needed and {len(usable_standbys(fleet, job))} are left"
 
 
-def lacking(fleet: Fleet, job: Job, incident: Incident | None, base: Base, why: str) -> list[Fact]:
+def lacking(fleet: Fleet, job: Job, incident: Incident | None, base: Base, why: str, after: int = 1) -> list[Fact]:
     """A person is called for want of standbys, after the veto that says so."""
     because = f"{why}; it goes on by itself when there are enough: keepstep standby NODE --job {job.name}"
-    return hand_over(fleet, job, incident, base, "hand_over", because, after=1, reason="no_standby")
+    return hand_over(fleet, job, incident, base, "hand_over", because, after=after, reason="no_standby")
 
 
 def still_right(fleet: Fleet, job: Job, plan: Plan) -> str:
     """Why a plan that waited can't be carried out as it was decided; '' if it can."""
-    usable = {place.node for place in usable_standbys(fleet, job)}
-    for standby in plan.standbys:
-        if standby not in usable:
-            return f"standby {standby} is not to be used any more"
+    for standby in lost_standbys(fleet, job, plan):
+        return f"standby {standby} is not to be used any more"
     if plan.rule == "override":  # no budget stands against a person's own choice
         return ""
     new = [job.by_node[node] for node in plan.nodes if node in job.by_node and node not in job.evicted]

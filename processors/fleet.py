@@ -354,6 +354,7 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
         return fleet.put(job._replace(plan=_refused(plan, data.key)))
     if data.verb in EXAMINED_BY:
         return fleet.put(concluded(fleet, job, plan, data))
+    _, woken = plan.pending[data.key]
     plan = plan._replace(pending={key: step for key, step in plan.pending.items() if key != data.key})
     bad = data.result != "done"
     if data.verb == "stop_attempt" and bad and data.nodes:  # machines that are taken out need not have answered
@@ -367,6 +368,8 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
         plan, job = plan._replace(stage="confirming"), job._replace(last_restored=max(data.restored_step, job.last_restored))
         if job.revisions.get(job.revision, 0) < 0 <= data.restored_step:  # what a rollback must go back behind
             job = job._replace(revisions={**job.revisions, job.revision: data.restored_step})
+    elif data.verb == "wake_standby" and bad:
+        plan = plan._replace(unwoken=plan.unwoken | {woken})
     elif data.verb == "stop_attempt" and plan.stop_only:
         return fleet.put(job._replace(plan=None))
     return fleet.put(_healthy(job._replace(plan=plan)))

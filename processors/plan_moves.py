@@ -7,10 +7,10 @@ from events.clock import NS
 from events.decision import AttemptEnded, IntentIssued, RankPlace, TimerSet
 from events.envelope import Fact
 from events.ids import derived_id
-from processors.decisions import Base, hand_over, intent, restore_below
+from processors.decisions import Base, hand_over, intent, lacking, no_standby, restore_below
 from processors.examinations import look
 from processors.ladder import EXAMINATIONS
-from processors.state import Fleet, Job, Plan
+from processors.state import Fleet, Job, Plan, lost_standbys, usable_standbys
 
 
 def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
@@ -26,9 +26,28 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return _again(fleet, job, plan, base)
     if plan.stage in UNDER_WAY and not plan.deadline:  # it passed while a hold stood
         return [_deadline(fleet, job, plan, base)]
+    if plan.stage == "stopping" and (facts := _instead(fleet, job, plan, base)):
+        return facts
     if plan.stage == "stopping" and not plan.stop_only and _may_start(job, plan):
         return [look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base)]
     return []
+
+
+def _instead(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
+    """A standby that was lost on the way is replaced by another; where there is none, a person is called. One that only did not wake is
+    then tried all the same."""
+    lost = lost_standbys(fleet, job, plan)
+    if not lost:
+        return []
+    spares = [p.node for p in usable_standbys(fleet, job) if p.node not in plan.standbys and p.node not in plan.unwoken]
+    if spares:
+        text = f"in place of {lost[0]}, which is not to be used any more, or did not wake"
+        return [_wake(fleet, job, plan, base, spares[0], text=text)]
+    incident = job.incident
+    if all(node in plan.unwoken for node in lost) or (incident and incident.blocked):
+        return []
+    why = f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost on the way; {no_standby(fleet, job, lost)}"
+    return lacking(fleet, job, incident, base, why, after=0)
 
 
 def _may_start(job: Job, plan: Plan) -> bool:
@@ -68,9 +87,9 @@ def _evict(fleet: Fleet, job: Job, plan: Plan, base: Base, node: str) -> IntentI
     return intent(fleet, job, plan, base, verb="evict_node", node=node, attempt=job.attempt)
 
 
-def _wake(fleet: Fleet, job: Job, plan: Plan, base: Base, node: str) -> IntentIssued:
+def _wake(fleet: Fleet, job: Job, plan: Plan, base: Base, node: str, text: str = "") -> IntentIssued:
     code = revision_of(job, plan)
-    return intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt, revision=code)
+    return intent(fleet, job, plan, base, verb="wake_standby", node=node, attempt=job.attempt, revision=code, text=text)
 
 
 def _again(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:

@@ -29,9 +29,8 @@ from events.ports import Record
 from events.registry import Malformed, parse
 from processors.budget import over_budget
 from processors.decider import ROLE_OF, is_own
-from processors.decisions import usable_standbys
 from processors.fleet import evolve
-from processors.state import Eviction, Fleet, Job
+from processors.state import Eviction, Fleet, Job, usable_standbys
 
 Verdict = Literal["agreed", "differed", "not_acted", "cannot_be_told", "open_yet", "barred"]
 #: Rungs that change nothing in the world.

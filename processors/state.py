@@ -185,6 +185,8 @@ class Plan(NamedTuple):
     #: What actuators refused without a try (a hold stood, or it came too late), verb and machine: it is issued anew; and how often.
     refused: tuple[tuple[str, str], ...] = ()
     refusals: int = 0
+    #: Standbys that did not wake: others are taken where there are some.
+    unwoken: frozenset[str] = frozenset()
     failed: str = ""
     stop_only: bool = False
     graceful: bool = False
@@ -349,10 +351,28 @@ class Fleet(NamedTuple):
         return self._replace(jobs={**self.jobs, job.name: job})
 
 
+def usable_standbys(fleet: Fleet, job: Job) -> list[Place]:
+    """Spares that may be used, in order: not ailing, not evicted, not a machine (by serial number) that was evicted before."""
+    return [
+        place
+        for place in job.standbys
+        if place.node not in job.unfit
+        and place.node not in job.evicted
+        and place.node not in job.silent
+        and not (place.serial and place.serial in fleet.bad_serials)
+    ]
+
+
+def lost_standbys(fleet: Fleet, job: Job, plan: Plan) -> tuple[str, ...]:
+    """Those of the plan that are not to be used any more, or did not wake."""
+    usable = {place.node for place in usable_standbys(fleet, job)} - plan.unwoken
+    return tuple(node for node in plan.standbys if node not in usable and node not in job.by_node)
+
+
 def more_spares(job: Job) -> Job:
     """There may be enough standbys now for what was given up for want of them: it is decided again, by what is known now."""
     if job.lacking and job.wanted == "running":
-        job = job._replace(request=job.request or job.lacking, lacking="")
+        return job._replace(request=job.request or job.lacking, lacking="")
     incident = job.incident
     if incident is None or not (incident.blocked == "no_standby" or incident.lacking):
         return job

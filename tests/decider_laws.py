@@ -331,6 +331,7 @@ class Checker:
             stops = mine
         else:  # it was stopped to be looked at
             stops = [i for i in stops if i.key in self.outcomes and self.outcomes[i.key].result == "done"]
+        stops = [i for i in stops if i.key not in self.outcomes or self.outcomes[i.key].result not in REFUSED]  # not tried
         for stop in stops:
             outcome = self.outcomes.get(stop.key)
             assert outcome is not None, "a start while a stop is pending"

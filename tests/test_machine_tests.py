@@ -83,6 +83,16 @@ class Cluster:
         reference = more.pop("reference", {})
         return Work(IntentIssued.model_validate(fields | more), self.declared, (), reference)
 
+    def command(self, verb: str, node: str, **more: Any) -> NodeCommand:
+        self.number += 1
+        what = {
+            "command": self.declared.command,
+            "directory": self.declared.directory,
+            "environment": self.declared.environment,
+        }
+        fields: dict[str, Any] = {"key": f"c{self.number}", "verb": verb, "job": "gpt 2", "attempt": 0, "epoch": 1}
+        return NodeCommand.model_validate(fields | what | more)
+
     async def diagnose(self, **more: Any) -> Done:
         return await self.backend.diagnose(self.work("diagnose", **more), self)
 
@@ -257,6 +267,49 @@ async def test_the_reattempt_after_it_starts_from_the_same_warm_workers(cluster:
     assert refused.result == "failed" and "1 ranks of 'gpt 2' run here" in refused.detail
     stopped = await cluster.backend.stop_attempt(cluster.work("stop_attempt", attempt=2), cluster)
     assert stopped.result == "done"
+
+
+@REAL
+async def test_a_start_without_a_stop_ends_tests_that_still_run_and_finds_warm_workers(cluster: Cluster) -> None:
+    before = cluster.workers()
+    commands = {
+        node: cluster.command("diagnose", node, attempt=2, tests=("gpu_self_test",), within_s=90.0, repeat_s=60.0)
+        for node in NODES
+    }
+    testing = [asyncio.create_task(cluster.hosts[node].handle(command)) for node, command in commands.items()]
+    while not all(host._tests._runs for host in cluster.hosts.values()):
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+    begun = time.monotonic()
+    assert await asyncio.gather(*(host._tests.end("gpt 2") for host in cluster.hosts.values())) == [1, 1, 1, 1]
+    assert time.monotonic() - begun < 10
+    answers = await asyncio.gather(*testing)
+    assert all(not answer.ok and "ended for something else" in answer.detail for answer in answers), answers
+    assert cluster.workers() == before
+    assert not named(await cluster.diagnose(attempt=2))  # their testers test again
+
+
+@REAL
+async def test_no_test_begins_on_a_worker_that_gets_warm_after_the_start(cluster: Cluster) -> None:
+    """The machine has no warm worker when it is to be tested; before there is one, the job starts."""
+    host = cluster.hosts["n0"]
+    await host.handle(cluster.command("park", "n0"))
+    assert cluster.workers().keys() == {"n1", "n2", "n3"}
+    testing = asyncio.create_task(
+        host.handle(cluster.command("diagnose", "n0", attempt=4, tests=("gpu_self_test",), within_s=60.0))
+    )
+    while not host._tests._runs:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+    place = {"node": "n0", "first_rank": 0, "count": 1}
+    started = await host.handle(
+        cluster.command("start", "n0", attempt=5, place=place, world_size=1, master_address="127.0.0.1", master_port=1)
+    )
+    assert started.ok, started
+    answer = await testing
+    assert not answer.ok and "ended" in answer.detail and answer.tests == ()
+    assert (await host.handle(cluster.command("stop", "n0", attempt=5))).ok
+    await cluster.park()
 
 
 @REAL
