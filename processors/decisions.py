@@ -166,7 +166,8 @@ def hand_over(
 ) -> list[Fact]:
     """A person is called, with the trail in one sentence; `keepstep explain` tells it whole. What a person asked for and does not
     come to pass is told whatever the mode."""
-    what: dict[str, Any] = {} if incident and mode is None else {"mode": mode or "auto"}
+    left_down = job.ended and job.wanted == "running" and fleet.policy.mode_of(rule) == "observe"  # by us, before it observed
+    what: dict[str, Any] = {} if incident and mode is None and not left_down else {"mode": mode or "auto"}
     if situation is not None:
         what["situation"] = word(situation)
     what["reason"] = reason

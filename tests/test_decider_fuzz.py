@@ -112,7 +112,7 @@ class Fuzzed(Story):
     def do_signal(self, symptom: str, node: str, job: str, off: int, confidence: str) -> None:
         rank = "rank=0" if symptom == "rank_exit" else ""
         if symptom in ("nan_value", "loss_spike"):
-            rank = f"step={len(self.records)} bad_step={len(self.records) // 2}"
+            rank = f"step={len(self.records)} bad_step={len(self.records) // 2} metric={('loss', 'grad_norm')[len(self.records) % 2]}"
         self.tell(f"signal {symptom} {node} job={job} attempt={self.attempt(job, off)} confidence={confidence} {rank}")
 
     def do_found(self, what: str, node: str) -> None:
@@ -129,10 +129,13 @@ class Fuzzed(Story):
         self.tell(f"restart {job} symptom=code_update revision={revision}")
 
     def do_clear(self, symptom: str, node: str, job: str, off: int) -> None:
-        self.tell(f"clear {symptom} {node} job={job} attempt={self.attempt(job, off)}")
+        metric = ("loss", "grad_norm", "")[len(self.records) % 3] if symptom == "nan_value" else ""
+        self.tell(f"clear {symptom} {node} job={job} attempt={self.attempt(job, off)} metric={metric}")
 
     def do_progress(self, job: str, off: int, first: bool) -> None:
-        self.tell(f"progress {job} {'first' if first else ''} attempt={self.attempt(job, off)} step={len(self.records)}")
+        step = len(self.records)
+        restored = step // 2 if first else -1
+        self.tell(f"progress {job} {'first' if first else ''} attempt={self.attempt(job, off)} step={step} restored={restored}")
 
     def do_finished(self, job: str, off: int) -> None:
         self.tell(f"finished {job} attempt={self.attempt(job, off)} step=9")
@@ -148,7 +151,7 @@ class Fuzzed(Story):
         self.tell(f"standby {job} {place(node)}")
 
     def do_declare(self, job: str) -> None:
-        self.tell(declared(job))
+        self.tell(f"{declared(job)} checkpoints=/{len(self.records) % 2}")
 
     def do_approve(self, job: str, granted: bool) -> None:
         known = self.decider.fleet.jobs.get(job)
