@@ -57,6 +57,8 @@ class JobSeen:
     #: Whether a person wants it to run; and since which sequence it is down by our doing, 0 if it is not.
     wanted: bool = True
     down: int = 0
+    #: No attempt runs, for whatever reason.
+    ended: bool = True
     paged: int = 0
     #: Steps that were computed wrongly, from and to, and in which attempt, until a later one is beyond them.
     wrong: tuple[int, int, int] | None = None
@@ -208,7 +210,7 @@ class Checker:
             self._machine(fact, job)
         elif isinstance(fact, AttemptEnded):
             assert job is not None and fact.attempt == job.attempt
-            job.down = self.last if fact.reason == "stopped" else 0
+            job.down, job.ended = self.last if fact.reason == "stopped" else 0, True
 
     def _machine(self, fact: MachineJudged, job: JobSeen) -> None:
         """One that comes back may serve, and be evicted, again."""
@@ -224,7 +226,9 @@ class Checker:
     def _another_run(self, old: JobSeen, declared: JobDeclared) -> JobSeen:
         assert not old.incident
         spares = {p.node: p for p in declared.standbys}
-        new = JobSeen(declared, list(declared.nodes), spares, attempt=old.attempt, epoch=old.epoch, ordinal=old.ordinal)
+        new = JobSeen(
+            declared, list(declared.nodes), spares, attempt=old.attempt, epoch=old.epoch, ordinal=old.ordinal, down=self.last
+        )
         self.jobs[declared.job] = new
         for key in [key for key, i in self.intents.items() if i.job == declared.job and i.verb == "evict_node"]:
             self.old_intents[key] = self.intents.pop(key)
@@ -247,7 +251,7 @@ class Checker:
             modes = {self.policy.mode_of(fact.rule)}
             if fact.rung in ("diagnose", "group_test"):  # as careful as what would start the job again
                 modes |= {self.policy.mode_of("reattempt_crash"), self.policy.mode_of("reattempt_hang")}
-            assert fact.mode in modes or (fact.rung == "hand_over" and job.down), f"decided in mode {fact.mode}"
+            assert fact.mode in modes or (fact.rung == "hand_over" and job.ended), f"decided in mode {fact.mode}"
         if fact.mode != "observe" and not fact.vetoed:
             assert not self.held(fact.job), "decided to act under a hold"
         if not fact.vetoed and fact.rung == "reattempt" and fact.rule != "override":
@@ -345,7 +349,7 @@ class Checker:
             assert old == new or (old in gone and new in job.spares), "ranks changed places"
         known = {p.node: p for p in (*job.places, *job.spares.values())}
         job.places = [known[node] for node in nodes]
-        job.attempt, job.down = fact.attempt, 0
+        job.attempt, job.down, job.ended = fact.attempt, 0, False
         if job.wrong is not None:
             assert 0 <= fact.restore_below_step <= job.wrong[0], (
                 f"it may restore what was computed wrongly from {job.wrong[0]} on"
