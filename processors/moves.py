@@ -237,7 +237,9 @@ def _answer_failure(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 
 def _answer_crash(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     incident = _open(job)
-    waits = job.plan is not None and job.plan.stage == "awaiting" and job.plan.ends_attempt  # stacks of a dead job are of no use
+    waits = (
+        job.plan is not None and job.plan.stage == "awaiting" and job.plan.ends_attempt
+    )  # stacks of a dead job are of no use
     if incident is None or not incident.crash or waits:
         return []
     rules = fleet.policy.decider
