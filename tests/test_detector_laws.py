@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -19,12 +20,13 @@ from events import subjects
 from events.hardware import EvidenceGap, KernelRecord
 from events.ports import Record
 from events.presence import AgentState, Heartbeat, RankProcess
-from events.registry import canonical
+from events.registry import canonical, parse
 from events.training import RankExit, RankStarted, StepSample, TrainingProgress
 from processors.detector import Detector, Keyed, PartitionFold, dump_clock, load_clock, read, run
 from processors.job import job_detector
 from processors.node import node_detector
 from processors.policy import Detectors, PhaseLimits
+from tests.simulation import noise
 from tests.telemetry import XID_13, XID_45, XID_79, Story, catalogue
 
 DETECTORS: dict[str, Detector[Any]] = {"node": node_detector(catalogue()), "job": job_detector()}
@@ -281,3 +283,47 @@ def test_random_histories_claim_enough_for_these_laws_to_mean_something(kind: st
         "job": {"rank_exit/signal", "job_hang/signal", "job_hang/signal_cleared", "progress_noted/progress_noted"},
     }[kind]
     assert wanted <= set(kinds), kinds
+
+
+def _seen(chance: Random) -> tuple[Any, str]:
+    """What a node's producers may say of healthy and of sick parts: the fact and its producer."""
+    made = chance.choice(
+        (
+            lambda: noise.kernel(chance.choice((*noise.HARMLESS, XID_79, XID_45, XID_13, noise.XID_31 % ("3b", 7)))),
+            lambda: noise.gpu_sample(chance, hot=chance.choice((-1, 2, 2)), lost=chance.random() < 0.1, links_down=chance.random() < 0.1),
+            lambda: noise.watch(chance.choice(("missed", "watching")), misses=chance.choice((1, 2)), process_state=chance.choice("SD"), up_s=9e5),
+            lambda: noise.nic_sample(chance, state=chance.choice(("up", "up", "up", "down"))),
+            lambda: noise.link("mlx5_0/1", chance.choice(("up", "down"))),
+            lambda: noise.host_sample(
+                chance, memory_pressure_full=chance.choice((0.0, 30.0)), cpu_pressure=chance.choice((10.0, 95.0)), oom_kills=chance.choice((0, 0, 1))
+            ),
+        )
+    )()  # fmt: skip
+    return parse(made.data("x", "n1", 1)).data, made.producer
+
+
+@LAW
+@given(SEEDS)
+def test_what_a_producer_sends_twice_is_told_once(seed: int) -> None:
+    """A publisher whose acknowledgement was lost sends again: the same event, a little later."""
+    chance = Random(seed)
+    once, twice = Story(), Story()
+    numbers: Counter[str] = Counter()
+    at_s = 100.0
+    for i in range(100):
+        at_s += chance.choice((0.5, 1, 5, 10, 30))
+        fact, producer = _seen(chance)
+        numbers[producer] += 1
+        again = chance.random() < 0.5
+        for story in (once, twice):
+            story.tick(at_s - 0.2)
+            for late_s in (0, 0.3) if again and story is twice else (0,):
+                story.say(
+                    at_s + late_s, "n1", fact, job="gpt", attempt=1, producer=producer, number=numbers[producer], id=f"x{i}", held_s=late_s
+                )  # fmt: skip
+
+    def said(story: Story) -> Counter[tuple[Any, ...]]:
+        facts = [json.loads(raw)["data"] for _, raw in told(PartitionFold(DETECTORS["node"]), story.records)]
+        return Counter((fact.get("symptom"), fact.get("confidence"), fact.get("rule"), fact.get("count", 1)) for fact in facts)
+
+    assert said(once) == said(twice)
