@@ -29,6 +29,8 @@ from processors.stalls import NO_TRAFFIC, Longest, Traffic, judged, longer, unle
 CAUSES_MAX = 16
 #: No node's links carry more bytes a second; a larger number is nonsense.
 RATE_MAX = 1e15
+#: A hook whose numbers fall back after so long without a word is a new process's; sooner, one word overtook another.
+RESTARTED_NS = 2 * NS
 #: Ranks of whose logs the last line of note is kept, and how much of it.
 WORDS_MAX, WORD_BYTES = 16, 300
 
@@ -187,6 +189,10 @@ def _heartbeat(state: JobState, seen: Seen, data: Heartbeat) -> JobState:
 def _progress(state: JobState, clock: PartitionClock, seen: Seen, data: TrainingProgress, claims: list[Claim]) -> JobState:
     event, seen_ns = seen.event, seen.seen_ns
     known = ranks_.get(state.ranks, data.rank) or Rank()
+    if data.progress < known.progress and seen_ns - known.hook_ns > RESTARTED_NS:
+        known = Rank(
+            seen.node, state=known.state, exit=known.exit
+        )  # its process was started anew within the attempt (torchrun)
     # The first word of a hook is no progress: a start-up's time counts from the attempt's beginning.
     grew = data.progress > max(known.progress, 0)
     newest = data.progress >= known.progress

@@ -60,7 +60,7 @@ class PaceState(NamedTuple):
     """`voice`: whose steps are followed; `kind`: what its speed is in, which `lacks` steps on end did not tell; `changed_step`: the last
     that the script told a change of. `block`: speeds of the present block; `past`: medians of the good ones, oldest first; `slow`: blocks on end that were slow, of `slow_step` on. `told`: the rule by
     which a decline is claimed, `told_node` the node that it named; `told_slow`: the node that was told of as slower than its peers.
-    `rounds`: of the attempt, in which ranks were held against each other, last at `round_ns`; `looked_ns`: when that was tried last."""
+    `best`: the most that was ever usual, and `told_ramp` that it is far from that. `rounds`: of the attempt, in which ranks were held against each other, last at `round_ns`; `looked_ns`: when that was tried last."""
 
     job: str = ""
     attempt: int = -1
@@ -85,6 +85,8 @@ class PaceState(NamedTuple):
     told_node: str = ""
     told_slow: str = ""
     cause: str = ""
+    best: float = 0.0
+    told_ramp: bool = False
     clocks: clocks_.Clocks = ()
 
 
@@ -165,8 +167,11 @@ class PaceHealth:
 
 def _begun(state: PaceState, attempt: int, world_size: int) -> PaceState:
     """Another attempt: ranks may be elsewhere. With as many of them, how fast it was still says how fast it should be."""
-    past, kind = (state.past, state.kind) if world_size == state.world_size else ((), "")
-    return PaceState(state.job, attempt, world_size, kind=kind, past=past)
+    if world_size != state.world_size:
+        return PaceState(state.job, attempt, world_size)
+    return PaceState(
+        state.job, attempt, world_size, kind=state.kind, past=state.past, best=state.best, told_ramp=state.told_ramp
+    )
 
 
 def _progress(
@@ -213,7 +218,7 @@ def _step(state: PaceState, seen: Seen, rules: policy.Pace, sample: StepSample, 
             _clear(claims, state, seen.seen_ns, seen.event.id, "how fast it goes is learned anew")
         state = state._replace(
             kind=kind, grace_step=sample.step + rules.grace_steps, block=(), block_s=0.0, past=() if anew else state.past, slow=0,
-            told=state.told and not anew,
+            told=state.told and not anew, best=0.0 if anew else state.best, told_ramp=state.told_ramp and not anew,
         )  # fmt: skip
     if kind not in speeds or sample.step < state.grace_step:
         return state
@@ -245,7 +250,8 @@ def _block(state: PaceState, seen: Seen, rules: policy.Pace, speed: float, claim
         if state.told:
             _clear(claims, state, seen.seen_ns, seen.event.id, f"{speed:.4g} {state.kind} again, usually {usual:.4g}")
         past = (*state.past, speed)[-rules.past_blocks :]
-        return state._replace(past=past, slow=0, told=False, told_node="")
+        state = state._replace(past=past, slow=0, told=False, told_node="")
+        return _ramp(state, seen, rules, usual, claims) if len(past) == rules.past_blocks else state
     first = state.slow == 0
     state = state._replace(
         slow=state.slow + 1, share=1 - speed / usual, slow_step=state.voice.step if first else state.slow_step,
@@ -256,6 +262,17 @@ def _block(state: PaceState, seen: Seen, rules: policy.Pace, speed: float, claim
             _clear(claims, state, seen.seen_ns, seen.event.id, f"{speed:.4g} {state.kind} is what it does now")
         return state._replace(past=(speed,), slow=0, told=False, told_node="")
     return _decline(state, seen.seen_ns, seen.event.id, rules, claims)
+
+
+def _ramp(state: PaceState, seen: Seen, rules: policy.Pace, usual: float, claims: list[Claim]) -> PaceState:
+    """What is usual may sink so slowly that no block is slow beside the last ones: it is held against the best that was usual. Recorded, since
+    it has been so for long, and a person may know why."""
+    best = max(state.best, usual)
+    low = usual < best * (1 - rules.ramp_min)
+    if low and not state.told_ramp:
+        text = f"{1 - usual / best:.0%} less {state.kind} than at its best ({usual:.4g}, at best {best:.4g}), little by little"
+        _signal(claims, state, "", -1, "low", "pace_ramp", text, seen.seen_ns, seen.event.id, len(state.past))
+    return state._replace(best=best, told_ramp=low or (state.told_ramp and usual < best * (1 - rules.ramp_min / 2)))
 
 
 def _decline(state: PaceState, seen_ns: int, trigger: str, rules: policy.Pace, claims: list[Claim]) -> PaceState:

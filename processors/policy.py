@@ -173,6 +173,8 @@ class Pace(_Section):
     #: Slower by this share, in so many blocks on end.
     decline_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
     decline_blocks: Annotated[int, Field(ge=1, le=1000)] = 3
+    #: What is usual by now is slower by this share than what was usual at best.
+    ramp_min: Annotated[float, Field(gt=0, lt=1)] = 0.2
     #: The first steps of an attempt, and after a change that the script told of, are not judged.
     grace_steps: Count = 10
     #: A rank's own time in compute is held against its peers' so often; slower than they by this share, for so many rounds on end.

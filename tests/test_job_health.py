@@ -548,6 +548,27 @@ def test_a_rank_that_evaluates_alone_while_the_others_train_is_not_behind() -> N
     assert of(Signal, story) == []
 
 
+def test_processes_that_a_launcher_starts_anew_within_the_attempt_make_progress_from_nothing() -> None:
+    """torchrun's own restart: hooks count from nothing again, and steps go back to the checkpoint's."""
+    story = running(begun(), 1, 200)
+    ticks(story, 200, 204)
+    running(story, 204, 260, step=100)
+    assert of(Signal, story) == []
+    ticks(story, 260, 270, stuck=dict.fromkeys((0, 1), (314, 155, "step")))
+    assert [one.rule for one in of(Signal, story)] == ["no_progress"]
+
+
+def test_words_that_overtook_each_other_are_no_progress() -> None:
+    story = running(begun(), 1, 10)
+    for second in range(10, 30):
+        for rank in range(2):
+            for progress in (20, 18, 19, 20):
+                story.progress(second + progress / 1000, rank, progress, 9)
+        story.tick(second + 0.5)
+    (hang,) = of(Signal, story)
+    assert hang.rule == "no_progress" and hang.seen_ns <= ns(16)
+
+
 def test_phases_that_come_and_go_without_a_step_are_a_hang_in_the_end() -> None:
     """A checkpoint that fails and is tried again, for ever."""
     story = running(begun(), 1, 10)

@@ -81,6 +81,16 @@ def test_a_swing_of_the_day_is_no_decline() -> None:
     assert claims(story) == []
 
 
+def test_a_job_that_gets_slower_little_by_little_is_recorded_once() -> None:
+    """No block is a tenth slower than those before it, and in the end it takes half as long again."""
+    story = begun()
+    at_s = train(story, 4000, lambda i: 2.0 * noise(i) * (1 + i / 8000))
+    (low,) = claims(story)
+    assert (low.confidence, low.rule, low.node) == ("low", "pace_ramp", "") and "little by little" in low.evidence
+    train(story, 500, lambda i: 2.0 * noise(i), first=4000, at_s=at_s)
+    assert len(claims(story)) == 1
+
+
 def test_long_steps_now_and_then_are_no_decline() -> None:
     """A minute's checkpoint that the others wait for in their step, an evaluation that is not declared, a first step that compiles."""
     story = begun()
