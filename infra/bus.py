@@ -72,6 +72,7 @@ class BusClient(Client):
         for future in list((self._resp_map or {}).values()):
             if not future.done():
                 future.set_exception(StaleConnectionError())
+                future.exception()  # whoever waits still gets it; of one that nobody waits for any more, nothing is to be said
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """nats-py speaks plainly to a server that asks for no TLS, whatever the URL says: `tls://` is meant."""

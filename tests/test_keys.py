@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from nats.errors import StaleConnectionError
 from typer.testing import CliRunner
 
 from events.ports import DEADLETTER, LEDGER, TELEMETRY_JOB, TELEMETRY_NODE, Expect, LogError, LogUnavailable
@@ -383,3 +385,16 @@ async def test_a_seed_file_alone_is_enough_to_connect(tmp_path: Path) -> None:
         assert await _deaf(nc, "telemetry.>")
         await nc.close()
         assert not os.environ.get("KEEPSTEP_SEED")
+
+
+async def test_a_request_that_nobody_waits_for_fails_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    client = BusClient()
+    waited: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    client._resp_map = {"waited": waited, "left": asyncio.get_running_loop().create_future()}
+    client.fail_requests()
+    client._resp_map.clear()
+    with pytest.raises(StaleConnectionError):
+        await waited
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not caplog.records
