@@ -157,14 +157,21 @@ def _again(known: Job, job: Job) -> Job:
 
 def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
     job = fleet.jobs.get(data.job)
-    if job is None or any(place.node == data.place.node for place in (*job.places, *job.standbys)):
+    if job is None or data.place.node in job.by_node or (data.place.serial and data.place.serial in fleet.bad_serials):
         return fleet
-    if data.place.node in job.evicted or (data.place.serial and data.place.serial in fleet.bad_serials):
-        return fleet
+    node = data.place.node
+    if any(place.node == node for place in job.standbys):  # a person says that it is well
+        return fleet.put(more_spares(job._replace(unfit={one: why for one, why in job.unfit.items() if one != node})))
     owner = fleet.jobs.get(fleet.owners.get(data.place.node, ""))
     if owner is not None and owner is not job and data.place.node in owner.by_node and owner.wanted == "running":
         return fleet
-    job = more_spares(job._replace(standbys=(*job.standbys, data.place)))
+    job = job._replace(  # one that was evicted and is brought back by a person is a machine like any other
+        standbys=(*job.standbys, data.place), out=job.out - {node},
+        evicted={one: at for one, at in job.evicted.items() if one != node},
+        unexamined={one: of for one, of in job.unexamined.items() if one != node},
+        examined={key: of for key, of in job.examined.items() if of[0] != node},
+    )  # fmt: skip
+    job = more_spares(job)
     return fleet.with_machines(data.job, (data.place,)).put(job)
 
 
@@ -211,7 +218,9 @@ def _approval(fleet: Fleet, event: Told, data: ApprovalGiven) -> Fleet:
         return fleet.put(with_incident(job._replace(plan=None), **SETTLED, blocked="handed_over", rung="hand_over"))
     incident = job.incident
     if incident:
-        settled = SETTLED if plan.ends_attempt else {}  # of what came while it waited, too
+        settled = dict(SETTLED) if plan.ends_attempt else {}  # of what came while it waited, too
+        if plan.rung == "diagnose":  # an exception of the code's decides where the ladder goes on after the tests
+            settled["code"] = incident.code
         job = with_incident(job, **settled, **acting(fleet, incident, plan.rung, plan.rule, plan.nodes))
     return fleet.put(job._replace(plan=plan._replace(stage="decided", good_until_ns=data.expires_ns)))
 
@@ -237,9 +246,9 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
     job = fleet.jobs.get(name)
     if job is None:
         return fleet
+    if data.node in job.unfit and job.unfit[data.node] == data.symptom:
+        job = more_spares(job._replace(unfit={key: value for key, value in job.unfit.items() if key != data.node}))
     if data.symptom == "node_silent":
-        if job.unfit.get(data.node) == "node_silent":
-            job = job._replace(unfit={key: value for key, value in job.unfit.items() if key != data.node})
         job = job._replace(silent={key: value for key, value in job.silent.items() if key != data.node})
         if any(place.node == data.node for place in job.standbys):
             job = more_spares(job)

@@ -194,9 +194,9 @@ def _second_channel(job: Job, incident: Incident) -> bool:
 def _still_right(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     """What waited for a yes, or was held after it, is looked at again before it acts."""
     incident, plan = job.incident, job.plan
-    if incident is None or plan is None or plan.stage != "decided" or fleet.held(job.name):
+    if incident is None or plan is None or not (plan.stage == "decided" or plan.refused) or fleet.held(job.name):
         return []
-    why = still_right(fleet, job, plan)
+    why = still_right(fleet, job, plan) if plan.stage == "decided" else ""
     if plan.good_until_ns and fleet.now_ns > plan.good_until_ns:
         why = "the yes to it ran out before it could be begun"
     if not why:

@@ -143,7 +143,15 @@ class Checker:
         elif isinstance(data, OverrideGiven) and data.job in self.jobs:
             self._kept(data, self.jobs[data.job])
         elif isinstance(data, StandbyAdded) and data.job in self.jobs:
-            self.jobs[data.job].spares.setdefault(data.place.node, data.place)
+            self._added(data.place, self.jobs[data.job])
+
+    def _added(self, place: Place, job: JobSeen) -> None:
+        """A person brings a machine: one that was evicted is like any other, but for its serial number."""
+        job.spares.setdefault(place.node, place)
+        known = {p.serial for j in self.jobs.values() for p in (*j.declared.nodes, *j.declared.standbys) if p.serial}
+        if place.node not in {p.node for p in job.places} and place.serial not in known:
+            for key in [k for k, i in self.intents.items() if i.node == place.node and i.verb == "evict_node"]:
+                self.old_intents[key] = self.intents.pop(key)
 
     def _kept(self, data: OverrideGiven, job: JobSeen) -> None:
         """The latest word counts: another's choice to evict it is over, and so is an eviction of which no part was tried."""

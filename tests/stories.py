@@ -266,8 +266,11 @@ class Story:
 
     def _approve(self, plain: list[str], options: dict[str, str]) -> None:
         decision = next(key for key, name in self.names.items() if name == plain[1])
+        expires = self.now + int(float(options["for"]) * NS) if "for" in options else 0
         self.say(
-            ApprovalGiven(decision=decision, job=plain[0], granted="no" not in plain, reason="r", author="a"),
+            ApprovalGiven(
+                decision=decision, job=plain[0], granted="no" not in plain, reason="r", author="a", expires_ns=expires
+            ),
             "operator",
             plain[0],
         )
