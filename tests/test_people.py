@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from events.job import ApprovalGiven, HoldReleased, PageAcknowledged
 from events.ports import LEDGER
 from events.registry import parse
+from infra.cli import operator
+from infra.cli.app import app
 from infra.cli.common import Refused
 from infra.cli.operator import free, held, told
 from infra.cli.people import chosen, duration_s, override_of, page_of, recorded
@@ -111,6 +116,22 @@ async def test_of_two_who_answer_at_once_the_second_is_told_so(tmp_path: Path) -
             await recorded(bus.admin, answer("bob", False, meanwhile="ann"))
         words = [parse(record.data).data async for record in log.read(subjects=("ledger.gpt.operator.approval_given",))]
     assert [(word.author, word.granted) for word in words] == [("ann", True)] and asked == ["bob", "ann"]
+
+
+async def test_a_hold_ends_by_the_brokers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def now_ns(nc: Any) -> int:
+        return 5_000_000_000
+
+    monkeypatch.setattr(operator, "bus_now_ns", now_ns)
+    async with real_bus(tmp_path) as bus:
+        for more, ends in (["--for", "1"], 65_000_000_000), ([], 0):
+            words = ["hold", "--reason", "r", *more, "--json", "--url", bus.server.url, "--key", bus.key]
+            done = await asyncio.to_thread(CliRunner().invoke, app, words)
+            assert (
+                json.loads(done.output)["said"] == f"hold on the whole fleet, {'for 1 min' if more else 'until it is released'}"
+            )
+            records = [record async for record in JetStreamLog(bus.admin, LEDGER).read()]
+            assert parse(records[-1].data).data.expires_ns == ends
 
 
 async def test_who_is_always_interrupted_is_told_that_nothing_is_recorded(tmp_path: Path) -> None:

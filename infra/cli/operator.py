@@ -29,8 +29,8 @@ from infra.cli.common import (
     show_json,
     with_bus,
 )
+from infra.cli.status import bus_now_ns
 from infra.cli.topology import declared_topology
-from infra.clock import wall_ns
 from infra.jetstream import JetStreamLog
 from infra.pipeline import adopt, default_policy_text
 from infra.pipeline import say as tell
@@ -72,16 +72,20 @@ def one_job(fleet: Fleet, job: str) -> str:
 
 def _speak(
     home: Path | None, url: str, key: str, as_json: bool, make_fact: Callable[[str], Fact], job: str, said: str, *,
-    fleet_wide: bool = False, check: Callable[[Fleet, str], None] = lambda fleet, name: None,
+    fleet_wide: bool = False, check: Callable[[Fleet, str], None] = lambda fleet, name: None, lasts_s: float = 0,
 ) -> None:  # fmt: skip
-    """Records a person's word. `said`: what it is, with {of} for the job, or the fleet, that it turned out to be of."""
+    """Records a person's word. `said`: what it is, with {of} for the job, or the fleet, that it turned out to be of. `lasts_s`: after
+    which it ends by itself, by the broker's clock (this host's may be hours off)."""
 
     async def work(nc: BusClient) -> tuple[str, str]:
         fleet = await known(nc)
         name = "" if fleet_wide and not job else one_job(fleet, job)
         check(fleet, name)
         text = said.format(of=f"job {name}" if name else "the whole fleet")
-        return await tell(JetStreamLog(nc, LEDGER), make_fact(name), name), text
+        fact = make_fact(name)
+        if lasts_s:
+            fact = fact.model_copy(update={"expires_ns": await bus_now_ns(nc) + int(lasts_s * NS)})
+        return await tell(JetStreamLog(nc, LEDGER), fact, name), text
 
     event, text = run(with_bus(address(home, url, key), "operator", work))
     show_json({"event": event, "said": text}) if as_json else say(f"{text}; recorded as {event}")
@@ -124,11 +128,10 @@ def register(app: typer.Typer) -> None:
         home: HomeOption = None, url: UrlOption = "", key: KeyOption = "", json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Kill switch: from now on no action starts, for the fleet or for one job. Decisions are still made, and recorded as held."""
-        expires = wall_ns() + int(minutes * 60 * NS) if minutes else 0
         ends = f", for {minutes:g} min" if minutes else ", until it is released"
         _speak(
-            home, url, key, json, lambda name: HoldPlaced(job=name, reason=reason, author=author(), expires_ns=expires), job,
-            "hold on {of}" + ends, fleet_wide=True,
+            home, url, key, json, lambda name: HoldPlaced(job=name, reason=reason, author=author()), job,
+            "hold on {of}" + ends, fleet_wide=True, lasts_s=minutes * 60,
         )  # fmt: skip
 
     @app.command()
