@@ -17,6 +17,7 @@ from typing import Any
 from events import subjects
 from events.clock import NS
 from events.envelope import Fact
+from events.gpu import GpuClocks
 from events.host import Configuration
 from events.ports import Record
 from events.presence import Heartbeat, RankProcess, Tick
@@ -56,6 +57,7 @@ class Telemetry:
         self.hosts = [noise.host_sample(self.chance) for _ in range(8)]
         self.lines = [noise.kernel(self.chance.choice(noise.HARMLESS)) for _ in range(32)]
         self.traffic = noise.traffic(JOB, 2e10)
+        self.clocks = Template(GpuClocks(gpus=8, slowest=3, slowest_share=0.93, temperature_celsius=64.0), "gpu", JOB)
         ranks = tuple(RankProcess(rank=rank, pid=4000 + rank, state="S") for rank in range(RANKS_PER_NODE))
         self.beat = Template(Heartbeat(ranks=ranks), "heartbeat")
         self.job_beat = Template(Heartbeat(ranks=ranks), "heartbeat", JOB)
@@ -77,6 +79,7 @@ class Telemetry:
             if (at + i) % 30 == 0:
                 self._say(out, at, chance.choice(self.links), node)
                 self._say(out, at, self.traffic, node)
+                self._say(out, at, self.clocks, node)
             if (at + i) % 60 == 0:
                 self._say(out, at, self.setup, node)
             if chance.random() < noise.AMBIENT_PER_NODE_S:
