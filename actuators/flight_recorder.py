@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ DUMP_BYTES_MAX = 64 << 20
 PICKLE_BYTES_MAX = 16 << 20
 ENTRIES_MAX = 200_000
 #: Of a rank's pending operations the first so many are kept: the front is what decides.
-PENDING_MAX, GROUPS_MAX = 64, 64
+PENDING_MAX, GROUPS_MAX, PEERS_MAX = 64, 64, 64
 _NUMBER = re.compile(r"\d{1,9}")
 _TRANSFER = re.compile(r"(send|recv)\s*(\d{1,9})(->|<-)(\d{1,9})\Z")
 
@@ -159,8 +160,10 @@ def recording(dump: Any) -> Recording:
     kinds = {name: _text(config.get("desc")) for name, config in configs.items()}
     entered: dict[str, int] = {}
     transfers: set[str] = set()
-    pending: list[tuple[int, PendingOperation]] = []
-    for at, entry in enumerate(entries):
+    pending: list[PendingOperation] = []
+    entries.sort(key=lambda entry: _int(entry.get("record_id"), 0))
+    counted = _Counted(from_the_first=bool(entries) and _int(entries[0].get("record_id"), -1) == 0)
+    for entry in entries:
         name, kind = _group_of(entry)
         kinds.setdefault(name, kind)
         op = (_text(entry.get("profiling_name")) or "unknown").split(":", 1)[-1]
@@ -169,17 +172,21 @@ def recording(dump: Any) -> Recording:
             transfers.add(name)
         seq = _int(entry.get("collective_seq_id"), -1)  # a transfer has the number of the last collective before it
         entered[name] = max(entered.get(name, -1), seq)
-        if entry.get("state") == "completed":
-            continue
+        completed = entry.get("state") == "completed"
         peer = _peer(transfer, members.get(name, ()), name, kinds[name])
         if transfer and peer < 0:
             continue  # to a rank that can't be named: nothing follows from it
+        if transfer:
+            counted.transfer(peer, transfer[1] == "send", completed)
+        elif completed:
+            counted.collective(name, seq)
+        if completed:
+            continue
         made = PendingOperation(
             group=name[:NAME_MAX], op=(transfer[1] if transfer else op)[:64], peer=peer, started=entry.get("state") == "started",
             seq=_int(entry.get("p2p_seq_id"), -1) if transfer else seq,
         )  # fmt: skip
-        pending.append((_int(entry.get("record_id"), at), made))
-    pending.sort(key=lambda pair: pair[0])
+        pending.append(made)
     for name, seq in _status(dump, configs, entries).items():
         if name not in transfers:
             entered[name] = max(entered.get(name, -1), seq)
@@ -187,11 +194,37 @@ def recording(dump: Any) -> Recording:
     groups = tuple(
         GroupState(
             group=name[:NAME_MAX], description=kinds.get(name, "")[:NAME_MAX], ranks=told[name][1] if name in told else "",
-            entered=entered.get(name, -1), transfers=name in transfers,
+            entered=entered.get(name, -1), transfers=name in transfers, **counted.of(name),
         )
         for name in names
     )  # fmt: skip
-    return Recording(groups, tuple(op for _, op in pending[:PENDING_MAX]))
+    return Recording(groups, tuple(pending[:PENDING_MAX]))
+
+
+class _Counted:
+    """Transfers to and from each peer, counted from the last completed collective of each group. Two ranks' counts can be compared then:
+    between the same two collectives both have the same transfers with each other, and those complete in order."""
+
+    def __init__(self, from_the_first: bool) -> None:
+        self._from_the_first = from_the_first
+        self._enqueued: Counter[tuple[int, int]] = Counter()
+        self._done: Counter[tuple[int, int]] = Counter()
+        self._last: dict[str, tuple[int, dict[tuple[int, int], int]]] = {}
+
+    def transfer(self, peer: int, sent: bool, completed: bool) -> None:
+        self._enqueued[peer, int(sent)] += 1
+        self._done[peer, int(sent)] += completed
+
+    def collective(self, name: str, seq: int) -> None:
+        self._last[name] = (seq, dict(self._enqueued))
+
+    def of(self, name: str) -> dict[str, Any]:
+        if name not in self._last and not self._from_the_first:
+            return {}
+        seq, before = self._last.get(name, (0, {}))  # collectives count from 1
+        # Completed after it, less pending before it, is all completed less all that was enqueued before it.
+        since = ((*key, count - before.get(key, 0)) for key, count in sorted(self._done.items()))
+        return {"done": max(-1, seq), "since": tuple(entry for entry in since if entry[2])[:PEERS_MAX]}
 
 
 def _table(value: Any) -> Mapping[Any, Any]:

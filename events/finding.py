@@ -18,13 +18,17 @@ class GroupState(Fact):
     """How far a rank is in one process group of the job, by PyTorch's flight recorder. `group`: the group's name, the same on all its
     members; `description`: what the job calls such groups (`TENSOR_MODEL_PARALLEL_GROUP`); `ranks`: its members (events.rank_set), empty if
     the dump does not say. `entered`: number of the last collective that the rank enqueued, -1: not known. `transfers`: sends and receives of
-    the group are in the dump; the recorder's own status counts those too, so `entered` is then by the dump's operations alone."""
+    the group are in the dump; the recorder's own status counts those too, so `entered` is then by the dump's operations alone.
+    `done`: number of the last collective that the dump shows as completed (0: none yet, -1: not known); `since`: the transfers (peer; 1: sent to it, 0: received
+    from it) that completed after it, less those before it that have not, as far as that is not 0."""
 
     group: str = Field(max_length=NAME_MAX)
     description: str = Field(default="", max_length=NAME_MAX)
     ranks: str = Field(default="", max_length=TEXT_MAX)
     entered: int = -1
     transfers: bool = False
+    done: int = -1
+    since: tuple[tuple[int, int, int], ...] = ()
 
 
 class PendingOperation(Fact):

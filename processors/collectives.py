@@ -4,7 +4,8 @@ Each rank waits at its front, the first operation that it enqueued and that has 
 have not entered the operation, and by those that have it queued behind a front of their own. Followed to the end, that leads to
 
 - a rank with nothing pending, or none that it waits for: its program never came to the collective (stopped, in a lock, in its data);
-- a rank at an operation that a peer has completed: its device, or the thread that watches it, is stuck;
+- a rank at an operation that a peer has completed: its device, or the thread that watches it, is stuck (transfers have no common number,
+  and are counted from a collective that both ends are in);
 - a rank that gave no recording: it is dead, or its node is;
 - ranks that are all at one operation which none completes: one of their devices, or the network between them;
 - a circle: ranks that called different things. The few among them differ from the many.
@@ -72,6 +73,22 @@ class _Rank:
         group = operation.group
         return any(op.group == group and _operation(self.rank, op) == operation for op in self.pending)
 
+    def places(self, peer: int, sent: bool) -> dict[tuple[str, int], int]:
+        """Of each collective that is known of it: how many of the pending transfers to (from) that peer are before it, less the completed
+        ones after it."""
+        found = {
+            (state.group, state.done): -next((n for to, out, n in state.since if to == peer and out == sent), 0)
+            for state in self.process.groups
+            if state.done >= 0
+        }
+        before = 0
+        for op in self.process.pending:
+            if op.peer < 0:
+                found[op.group, op.seq] = before
+            elif op.peer == peer and (op.op == "send") == sent:
+                before += 1
+        return found
+
     def entered(self, group: str, mixed: bool) -> int:
         """Number of the last collective; -1: not known. Of a group that has transfers too, only from a dump that shows them."""
         told = [state.entered for state in self.process.groups if state.group == group and (state.transfers or not mixed)]
@@ -85,7 +102,7 @@ def stuck(recorded: Mapping[int, ProcessStack], ranks: Iterable[int]) -> Stuck:
     found = {rank: _Rank(rank, process, process.pending) for rank, process in recorded.items()}
     mixed = {op.group for process in recorded.values() for op in process.pending if op.peer >= 0}
     mixed |= {group.group for process in recorded.values() for group in process.groups if group.transfers}
-    behind = _behind(found, members, mixed)
+    behind = _behind(found, members, mixed) | _overtaken(found)
     while True:
         waiting = _waiting(found, members, everyone, mixed, behind)
         unwanted = {rank for rank in waiting.circling() if waiting.only(rank, UNWANTED)}
@@ -117,6 +134,54 @@ def _behind(found: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]], 
     return frozenset(behind)
 
 
+def _overtaken(found: Mapping[int, _Rank]) -> set[int]:
+    """Ranks for which a transfer is pending that its other end has completed: a send that was received, at any place, since nobody receives
+    what was not sent; a receive of what was sent, if nothing is before it, since small things are sent before anyone is there to receive.
+    Their devices, or the threads that watch them, have stopped."""
+    counted: dict[int, _Counts] = {}
+    for rank, state in found.items():
+        if any(op.peer >= 0 for op in state.pending):
+            counted[rank] = {
+                (group.group, group.done): {(to, out): n for to, out, n in group.since}
+                for group in state.process.groups
+                if group.done >= 0
+            }
+    behind: set[int] = set()
+    for rank, state in found.items():
+        first = {(op.peer, op.op): op for op in reversed(state.pending) if op.peer in found}  # of one kind all are as far
+        for op in first.values():
+            if op.op != "send" and op is not state.pending[0]:
+                continue
+            if not _level(counted, rank, op) and _ahead(found, rank, op) > 0:
+                behind.add(rank)
+                break
+    return behind
+
+
+#: Of the last completed collective of each group: transfers since, by peer and direction.
+_Counts = dict[tuple[str, int], dict[tuple[int, int], int]]
+
+
+def _level(counted: Mapping[int, _Counts], rank: int, op: PendingOperation) -> bool:
+    """Whether both ends have completed as many since a collective that is the last completed one of both: nearly all have, so it is
+    looked at first."""
+    sent = int(op.op == "send")
+    theirs = counted.get(op.peer, {})
+    for collective, since in counted[rank].items():
+        if collective in theirs:
+            return since.get((op.peer, sent), 0) == theirs[collective].get((rank, 1 - sent), 0)
+    return False
+
+
+def _ahead(found: Mapping[int, _Rank], rank: int, op: PendingOperation) -> int:
+    """How many more transfers of this one's kind, between the same two ranks, its other end has completed than this rank. They have no
+    number that both ends share, but between two collectives that both are in, both have the same ones. 0: not known, too."""
+    sent = op.op == "send"
+    mine, theirs = found[rank].places(op.peer, sent), found[op.peer].places(rank, not sent)
+    ahead = {mine[collective] - theirs[collective] for collective in mine.keys() & theirs.keys()}
+    return ahead.pop() if len(ahead) == 1 else 0
+
+
 def _waiting(
     found: Mapping[int, _Rank],
     members: Mapping[str, tuple[int, ...]],
@@ -124,7 +189,8 @@ def _waiting(
     mixed: set[str],
     certainly_behind: frozenset[int],
 ) -> _Waiting:
-    fronts = {rank: state.fronts() for rank, state in found.items()}
+    # Who is behind is at none of its operations with the others: they wait for it there.
+    fronts = {rank: () if rank in certainly_behind else state.fronts() for rank, state in found.items()}
     crowds: dict[Operation, list[int]] = defaultdict(list)
     for rank, operations in fronts.items():
         for operation in operations:

@@ -178,6 +178,9 @@ SIMULATED: tuple[tuple[tuple[int, int, int], bool, Fault, int, float, bool], ...
     ((4, 2, 2), False, "other_call", 6, 0.5, False), ((8, 1, 2), False, "other_call", 13, 0.4, True), ((1, 1, 8), False, "other_call", 5, 0.5, False),
     ((2, 4, 2), False, "hung", 5, 0.5, True), ((4, 2, 2), True, "hung", 10, 0.4, False), ((1, 4, 4), False, "hung", 7, 0.6, False),
     ((4, 1, 4), False, "hung", 2, 0.3, True),
+    # Devices that fail at transfers, which have no number that both ends share.
+    ((1, 4, 4), True, "error", 6, 0.45, False), ((1, 8, 1), False, "error", 3, 0.65, False), ((1, 8, 2), False, "error", 2, 0.2, False),
+    ((2, 4, 2), False, "error", 5, 0.85, True), ((1, 8, 2), True, "error", 10, 0.3, True), ((1, 4, 4), False, "error", 10, 0.4, True),
 )  # fmt: skip
 
 
@@ -196,7 +199,7 @@ def _simulated() -> Iterator[Case]:
                 if fault == "hung"
                 else frozenset[int]()
             )
-            yield Case(name, found, layout, frozenset({rank}), exact=fault != "error", alike=alike)
+            yield Case(name, found, layout, frozenset({rank}), exact=fault != "error" or whole, alike=alike)
 
 
 def _alike(layout: Layout, rank: int, at: int, *, whole: bool, timed: bool, ahead: int) -> frozenset[int]:

@@ -41,7 +41,7 @@ def test_a_known_culprit_is_named_and_nobody_else(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in EVERY if not case.exact], ids=lambda case: case.name)
 def test_where_evidence_does_not_tell_the_culprit_from_its_group_both_are_named(case: Case) -> None:
-    """Of a failed device the recorder notes nothing more, and transfers have no number that both ends share."""
+    """Of a failed device the recorder notes nothing more, and in dumps of what is pending transfers can't always be counted."""
     found = aggregate(case.processes, case.layout.world)
     assert case.expected <= set(found.outliers)
     assert len(found.outliers) <= max(
@@ -92,6 +92,56 @@ def test_a_rank_that_stops_anywhere_in_any_layout_is_found_by_its_peers_recordin
     at = dice.randrange(1, len(program(job_of(layout), rank, 3, 3)))
     found = {of: ProcessStack(rank=of, pid=0, **recording(told).fields()) for of, told in dumps(layout, {rank: (fault, at)}, whole=whole, ahead=ahead)}  # fmt: skip
     assert stuck(found, range(layout.world)).culprits == {rank}
+
+
+@given(st.integers(0, 10_000), st.sampled_from([3, 6, 12]))
+@settings(max_examples=60, deadline=None)
+def test_a_device_that_fails_anywhere_is_named_where_the_dumps_show_what_was_completed(seed: int, ahead: int) -> None:
+    """Its recorder notes nothing more, at a transfer or a collective; its peers have completed what is pending for it."""
+    dice = random.Random(seed)
+    tp, pp, dp = dice.choice([(2, 2, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (2, 4, 2), (1, 1, 8), (4, 2, 2)])
+    layout = Layout(tp, pp, dp, 1, dice.choice(["tp-pp-dp", "tp-dp-pp"]))  # type: ignore[arg-type]
+    rank = dice.randrange(layout.world)
+    at = dice.randrange(1, len(program(job_of(layout), rank, 3, 3)) - 3)
+    found = {of: ProcessStack(rank=of, pid=0, **recording(told).fields()) for of, told in dumps(layout, {rank: ("error", at)}, whole=True, ahead=ahead)}  # fmt: skip
+    assert stuck(found, range(layout.world)).culprits == {rank}
+
+
+def test_transfers_are_counted_between_collectives_and_only_where_all_counts_agree() -> None:
+    """Rank 1 has received three times since the second collective, rank 0 noted two sends: its watchdog, or its device, has stopped. And a
+    receive of what was sent ahead says nothing as long as something is before it."""
+
+    def dump(rank: int, *ops: str, last: int = 2) -> ProcessStack:
+        entries, seq, transfers = list[dict[str, Any]](), 1, 0
+        for at, op in enumerate(ops):
+            name, _, state = op.partition("/")
+            seq, transfers = seq + (name == "all_reduce"), transfers + (name != "all_reduce")
+            called = {"send": "send 0->1", "recv": "recv 1<-0"}.get(name, name)
+            entries.append(
+                {"record_id": 900 + at, "profiling_name": f"nccl:{called}", "process_group": ["0", "default_pg"], "collective_seq_id": seq,
+                 "p2p_seq_id": transfers, "is_p2p": name != "all_reduce", "state": "scheduled" if state else "completed"}
+            )  # fmt: skip
+        told = {"entries": entries, "pg_config": {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}}
+        return ProcessStack(rank=rank, pid=0, **recording(told).fields())
+
+    def culprits(zero: ProcessStack, one: ProcessStack) -> set[int]:
+        return set(stuck({0: zero, 1: one}, range(2)).culprits)
+
+    sent, got, step = "send", "recv", "all_reduce"
+    ahead = dump(1, got, step, got, got, got, "all_reduce/p")
+    assert culprits(dump(0, sent, step, sent, sent, "send/p", "all_reduce/p"), ahead) == {0}
+    assert culprits(dump(0, step, sent, sent, sent, "all_reduce/p"), dump(1, step, got, got, "recv/p", "all_reduce/p")) == {1}
+    # counted from a pending collective alone, as in dumps of what is pending
+    assert culprits(dump(0, "send/p", "all_reduce/p"), dump(1, "all_reduce/p")) == {0}
+    # the third was never sent
+    assert culprits(dump(0, step, sent, sent), dump(1, step, got, got, "recv/p")) == {0}
+    zero = dump(0, step, sent, sent, sent)
+    assert (zero.groups[0].done, zero.groups[0].since) == (2, ((1, 1, 3),))
+    before = dump(1, step, got, "all_reduce/p", "recv/p")
+    assert before.groups[0].since == ((0, 0, 1),)
+    assert culprits(zero, before) == {
+        0
+    }  # it never entered the collective that the other waits in; what it sent ahead is no matter
 
 
 def test_a_stack_and_a_recording_of_one_job_agree_and_the_recording_leads() -> None:
