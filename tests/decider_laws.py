@@ -324,7 +324,7 @@ class Checker:
             ]
             most = min(budget.evictions_max, max(1, int(budget.share_max * machines)))
             others = [e for e in of_scope if e[3] == fact.node] + sorted(
-                {e for e in of_scope if e[3] not in (group, fact.node)}
+                {e[:4] for e in of_scope if e[3] not in (group, fact.node)}
             )
             assert len(others) < most, f"over a budget of {most}: {of_scope} and {mine}"
         self.evictions.append(mine)
