@@ -88,7 +88,7 @@ class SharedCause(Decided):
     TYPE: ClassVar[str] = "keepstep.shared_cause.v1"
     incident: str
     job: str = Field(max_length=NAME_MAX)
-    scope: Literal["rack", "switch", "fleet"]
+    scope: Literal["rack", "nvlink_domain", "switch", "fleet"]
     name: str = Field(max_length=NAME_MAX)
     nodes: int = Field(ge=1)
     of: int = Field(ge=1)

@@ -12,6 +12,10 @@ from processors.policy import SharedCauses
 from processors.state import Fleet, Incident, Job, Scope, Trouble, scopes
 
 
+#: What machines have in common, the narrowest page first.
+SCOPES = ("rack", "nvlink_domain", "switch", "fleet")
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     scope: str
@@ -46,8 +50,8 @@ def causes(fleet: Fleet, job: Job, incident: Incident) -> list[Cause]:
 
 
 def _rank_of(item: tuple[Scope, int]) -> int:
-    """Racks, then switches, then the whole; each in the order of the places (sorting keeps it)."""
-    return ("rack", "switch", "fleet").index(item[0][0])
+    """Each kind of scope in the order of the places (sorting keeps it)."""
+    return SCOPES.index(item[0][0])
 
 
 def _any_due(rules: SharedCauses, job: Job, incident: Incident) -> bool:
@@ -65,11 +69,7 @@ def _needed(rules: SharedCauses, job: Job, scope: Scope) -> float:
 
 def uncovered(job: Job, incident: Incident, nodes: Iterable[str]) -> Iterator[Place]:
     """The places, of these nodes, whose trouble is not explained by a shared cause that is named."""
-    racks = {name for scope, name in incident.shared if scope == "rack"}
-    switches = {name for scope, name in incident.shared if scope == "switch"}
-    if ("fleet", "") in incident.shared:
-        return
     for node in nodes:
         place = job.by_node.get(node)
-        if place is not None and place.rack not in racks and place.switch not in switches:
+        if place is not None and not any(scope in incident.shared for scope in scopes(place)):
             yield place
