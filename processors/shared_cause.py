@@ -3,13 +3,13 @@ evicted for it (DESIGN section 7; NVSentinel issue 1710: 77 nodes in 11 racks fl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from events.clock import NS
 from events.job import Place
 from processors.policy import SharedCauses
-from processors.state import Fleet, Incident, Job, Scope, Trouble, scopes
+from processors.state import HUNG, Fleet, Incident, Job, Scope, Trouble, counted, scopes
 
 
 #: What machines have in common, the narrowest page first.
@@ -28,10 +28,11 @@ class Cause:
 def causes(fleet: Fleet, job: Job, incident: Incident) -> list[Cause]:
     """The shared causes that the incident's present evidence shows and that are not named yet, in the order of the places."""
     rules = fleet.policy.shared_causes
-    if not _any_due(rules, job, incident):
+    hung = _hung(rules, job, incident)
+    if not _any_due(rules, job, incident, hung):
         return []
     since = fleet.now_ns - int(rules.window_s * NS)
-    troubled: dict[str, Trouble] = {}
+    troubled: dict[str, Trouble] = dict(hung)
     for trouble in (incident.named, job.silent):
         for node, what in trouble.items():
             if what.learnt_ns >= since and node in job.by_node:
@@ -54,11 +55,22 @@ def _rank_of(item: tuple[Scope, int]) -> int:
     return SCOPES.index(item[0][0])
 
 
-def _any_due(rules: SharedCauses, job: Job, incident: Incident) -> bool:
+def _hung(rules: SharedCauses, job: Job, incident: Incident) -> dict[str, Trouble]:
+    """The machines whose driver hung while the job went on, which its crash or stall names: those of which it was learnt together, however
+    long ago. A driver that is loaded anew on a whole rack hangs for whoever asks it."""
+    if not job.ailing or not (incident.crash or incident.stall):
+        return {}
+    hung = {node: what for node, what in job.ailing.items() if what.symptom == HUNG and node in job.by_node}
+    since = max((what.learnt_ns for what in hung.values()), default=0) - int(rules.window_s * NS)
+    return {node: what for node, what in hung.items() if what.learnt_ns >= since}
+
+
+def _any_due(rules: SharedCauses, job: Job, incident: Incident, hung: Mapping[str, Trouble]) -> bool:
     """Whether a count may be due: what was ever in trouble bounds what is now."""
+    more = [job.by_node[node] for node in hung if node not in incident.named and node not in job.silent]
     return any(
         count >= rules.nodes_min and scope not in incident.shared and count >= _needed(rules, job, scope)
-        for scope, count in incident.troubled.items()
+        for scope, count in (counted(incident.troubled, more) if more else incident.troubled).items()
     )
 
 
