@@ -199,7 +199,10 @@ def state_of(job: Any, called_ns: int = 0) -> str:
     if job.wanted != "running":
         return str(job.wanted)
     if job.incident is not None:
-        return str({"": "incident", "handed_over": "handed over"}.get(job.incident.blocked, job.incident.blocked))
+        stands = {"": "incident", "handed_over": "handed over", "no_standby": "waits for a standby"}
+        return "waits for a standby" if job.incident.lacking else str(stands.get(job.incident.blocked, job.incident.blocked))
+    if job.lacking:
+        return "waits for a standby"
     if job.plan is not None:
         return "starting"
     return "handed over" if called_ns > job.last_progress_ns else "training"
