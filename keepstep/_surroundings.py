@@ -1,5 +1,5 @@
-"""What a test changes around it, and the proof that it was put back: environment, torch's switches, the GPUs' clocks and
-persistence mode."""
+"""What a test changes around it, and the proof that it was put back: environment, torch's switches, the GPUs' clocks, limit of power and
+modes. (Clocks that were locked by `nvidia-smi -lgc` are told by none of its queries, and can't be put back.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import sys
 from typing import Any
 
 #: Of nvidia-smi, one line a GPU. What the tests or NVIDIA's tool may leave changed.
-GPU_FIELDS = ("index", "persistence_mode", "clocks.applications.graphics", "clocks.applications.memory")
+PERSISTENCE, GRAPHICS, MEMORY, POWER, COMPUTE = (
+    "persistence_mode",
+    "clocks.applications.graphics",
+    "clocks.applications.memory",
+    "power.limit",
+    "compute_mode",
+)
+GPU_FIELDS = ("index", PERSISTENCE, GRAPHICS, MEMORY, POWER, COMPUTE)
+COMPUTE_MODES = {"Default": "0", "Exclusive_Thread": "1", "Prohibited": "2", "Exclusive_Process": "3"}
 SMI_S = 20.0
 
 
@@ -57,7 +65,8 @@ class Surroundings:
         elif kind == "torch":
             _switches()[rest][1](value)
         else:
-            _put_back_device(int(rest.partition(" ")[0]), value)
+            index, _, field = rest.partition(" ")
+            _put_back_device(index, field, value, self._before)
 
 
 def _shown(value: Any) -> str:
@@ -94,19 +103,27 @@ def _devices() -> dict[str, Any]:
     try:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return {"GPU 0": f"not readable ({type(error).__name__})"}
+        return {"GPU query": f"not readable ({type(error).__name__})"}
     rows = [[part.strip() for part in line.split(",")] for line in said.splitlines() if line.strip()]
-    return {f"GPU {row[0]}": tuple(row[1:]) for row in rows if len(row) == len(GPU_FIELDS)}
+    return {
+        f"GPU {row[0]} {field}": value
+        for row in rows
+        if len(row) == len(GPU_FIELDS)
+        for field, value in zip(GPU_FIELDS[1:], row[1:], strict=True)
+    }
 
 
-def _put_back_device(index: int, value: Any) -> None:
-    persistence, graphics, memory = value
-    tool = str(shutil.which("nvidia-smi"))
-    calls = [["-pm", "1" if persistence == "Enabled" else "0"]]
-    if graphics.isdigit() and memory.isdigit():
-        calls.append(["-ac", f"{memory},{graphics}"])
-    for call in calls:
-        subprocess.run([tool, "-i", str(index), *call], capture_output=True, timeout=SMI_S, check=True)
+def _put_back_device(index: str, field: str, value: Any, before: dict[str, Any]) -> None:
+    """Raises what keeps it from being put back."""
+    if field in (GRAPHICS, MEMORY):  # set together, memory first
+        call = ["-ac", f"{int(before[f'GPU {index} {MEMORY}'])},{int(before[f'GPU {index} {GRAPHICS}'])}"]
+    elif field == PERSISTENCE:
+        call = ["-pm", "1" if value == "Enabled" else "0"]
+    elif field == POWER:
+        call = ["-pl", f"{float(value):g}"]
+    else:
+        call = ["-c", COMPUTE_MODES[value]]
+    subprocess.run([str(shutil.which("nvidia-smi")), "-i", index, *call], capture_output=True, timeout=SMI_S, check=True)
 
 
 def exact(torch: Any) -> None:

@@ -265,7 +265,7 @@ def test_where_infinibands_tool_is_installed_it_is_a_part_of_the_neighbours_test
 
 SMI = """case "$*" in
   *query*) cat {state};;
-  *-pm*) {put}; exit 0;;
+  *-i*) {put}; exit 0;;
   *) exit 0;;
 esac"""
 
@@ -274,22 +274,27 @@ esac"""
 def test_what_a_tool_leaves_changed_on_the_gpus_is_told_and_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obeys: bool
 ) -> None:
+    """The paper's incident: a diagnostic that left the clocks lowered."""
     state = tmp_path / "state"
-    before = "0, Enabled, 1410, 1593\n1, Enabled, 1410, 1593\n"
-    state.write_text(before)
-    put = f"printf '{before}' > {state}" if obeys else ":"
-    tool(tmp_path, "nvidia-smi", SMI.format(state=state, put=put), monkeypatch)
-    report = json.dumps(DCGM_4)
-    tool(
-        tmp_path,
-        "dcgmi",
-        f"printf '0, Enabled, 1410, 1593\\n1, Disabled, 1410, 1593\\n' > {state}; echo '{report}'",
-        monkeypatch,
+    before = "0, Enabled, 1410, 1593, 700.00, Default\\n1, Enabled, 1410, 1593, 700.00, Default\\n"
+    after = "0, Enabled, 1410, 1593, 700.00, Default\\n1, Disabled, 990, 1593, 350.00, Exclusive_Process\\n"
+    state.write_text(before.replace("\\n", "\n"))
+    put = (
+        f"echo \"$*\" >> {tmp_path}/put; test $(wc -l < {tmp_path}/put) -lt 4 || printf '{before}' > {state}" if obeys else ":"
     )
+    tool(tmp_path, "nvidia-smi", SMI.format(state=state, put=put), monkeypatch)
+    tool(tmp_path, "dcgmi", f"printf '{after}' > {state}; echo '{json.dumps(DCGM_4)}'", monkeypatch)
     (result,) = diagnose.one(diagnose.Machine({"within_s": 30}), "dcgm")
     assert result["passed"] is True and result["restored"] is obeys
-    assert result["changed"] == ["GPU 1: ('Enabled', '1410', '1593') -> ('Disabled', '1410', '1593')"]
-    assert (state.read_text() == before) is obeys
+    assert result["changed"] == [
+        "GPU 1 persistence_mode: Enabled -> Disabled",
+        "GPU 1 clocks.applications.graphics: 1410 -> 990",
+        "GPU 1 power.limit: 700.00 -> 350.00",
+        "GPU 1 compute_mode: Default -> Exclusive_Process",
+    ]
+    assert (state.read_text() == before.replace("\\n", "\n")) is obeys
+    if obeys:
+        assert (tmp_path / "put").read_text() == "-i 1 -pm 1\n-i 1 -ac 1593,1410\n-i 1 -pl 700\n-i 1 -c 0\n"
 
 
 def test_the_switches_of_torch_and_the_environment_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
