@@ -12,10 +12,12 @@ from events.finding import ProcessStack
 #: A frame's name is cut there (templates of C++ run to thousands of characters), a stack keeps its innermost and outermost frames,
 #: a process its main thread and so many others.
 NAME_CHARS_MAX, FRAMES_MAX, THREADS_MAX = 160, 64, 16
+READ_CHARS_MAX = 8_000
 CUT = "… (frames left out)"
 _TEMPLATE = re.compile(r"<[^<>]*>")
-_TEXT_PROCESS = re.compile(r"Process (\d+): ?(.*)")
+_TEXT_PROCESS = re.compile(r"Process ([0-9]{1,9}): ?(.*)")
 _TEXT_THREAD = re.compile(r"Thread (?:0x)?([0-9A-Fa-f]+) \(([^)]*)\)(?:: \"(.*)\")?")
+_LINE = re.compile(r"[0-9]{1,9}")
 _TEXT_FRAME = re.compile(r"\s+(.*?) \(([^()]*)\)\s*\Z")
 
 
@@ -93,6 +95,7 @@ def _stack(thread: dict[str, Any]) -> str:
 def _frame(frame: dict[str, Any]) -> str:
     name = str(frame.get("name") or "?")
     if len(name) > NAME_CHARS_MAX:  # C++; Python's own <module> and <lambda> are short
+        name = name[:READ_CHARS_MAX]  # each pass takes the innermost templates away
         while (bare := _TEMPLATE.sub("", name)) != name:
             name = bare
         name = name[:NAME_CHARS_MAX]
@@ -118,7 +121,7 @@ def _of_text(text: str) -> list[dict[str, Any]]:
             threads.append({"pid": pid, "thread_name": name, "frames": [], "process_info": info})
         elif threads and (match := _TEXT_FRAME.match(line)):
             file, _, number = match[2].rpartition(":")
-            numbered = number.isdigit()
+            numbered = _LINE.fullmatch(number) is not None
             threads[-1]["frames"].append(
                 {"name": match[1], "short_filename": file if numbered else match[2], "line": int(number) if numbered else 0}
             )

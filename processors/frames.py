@@ -24,6 +24,8 @@ class Place(NamedTuple):
     waits: Waits
 
 
+#: Longer ones are nobody's: py-spy's are cut to a fraction of it when they are read.
+_FRAME_CHARS_MAX = 4_000
 _FRAME = re.compile(r"(?P<name>.*?)(?: \((?P<file>[^()]*?)(?::(?P<line>\d+))?\))?\Z", re.DOTALL)
 _UNNAMED = re.compile(r"0x[0-9a-f]+ \([^;]*\);?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -77,6 +79,8 @@ def name_of(frame: str) -> str:
 @lru_cache(maxsize=65536)
 def _place_of(frame: str) -> tuple[str, str, Waits]:
     """(with its line, without, waits); ("", "", "") for what says nothing."""
+    if len(frame) > _FRAME_CHARS_MAX:
+        frame = frame[:_FRAME_CHARS_MAX]
     match = _FRAME.match(frame)
     name, file, line = (match["name"], match["file"] or "", match["line"] or "") if match else (frame, "", "")
     native = bool(_LIBRARY.search(file)) or (not line and "::" in name)

@@ -353,6 +353,29 @@ Thread 43 (idle): "QueueFeederThread"
     assert (by_text.rank, by_text.pid, by_text.command) == (3, 41, "python train.py")
 
 
+@pytest.mark.parametrize(
+    ("process", "line", "read"),
+    [("1", "7", "f (a.py:7)"), ("1", "1" * 5000, None), ("1", "\u00b2", None), ("1" * 5000, "7", ""), ("\u00b2", "7", "")],
+)
+def test_numbers_in_text_are_numbers_or_text(process: str, line: str, read: str | None) -> None:
+    raw = f'Process {process}: x\nThread 1 (idle): "MainThread"\n    f (a.py:{line})\n'.encode()
+    if read == "":
+        with pytest.raises(BadStacks, match=r"^it "):
+            py_spy.processes(raw, 0)
+    else:
+        assert py_spy.processes(raw, 0)[0].threads == (read or f"f ({f'a.py:{line}'[-160:]})",)
+
+
+def test_names_of_templates_in_templates_take_no_time() -> None:
+    """A pass over the name for each level of a hundred thousand would take an hour."""
+    deep = "<" * 100_000 + ">" * 100_000
+    begun_s = time.monotonic()
+    (found,) = py_spy.processes(json.dumps([{"frames": [{"name": f"f{deep}", "line": 1}]}]).encode(), 0)
+    assert len(found.threads[0]) < 200
+    aggregate([ProcessStack(rank=0, pid=1, threads=(f"main (a.py:1);f{deep} (b.so)",))], 1)
+    assert time.monotonic() - begun_s < 5
+
+
 def test_a_long_stack_keeps_both_ends() -> None:
     told = [{"pid": 1, "thread_name": "MainThread", "frames": [{"name": f"f{i}", "short_filename": "deep.py", "line": i} for i in range(500, 0, -1)]}]  # fmt: skip
     (made,) = py_spy.processes(json.dumps(told).encode(), 0)
