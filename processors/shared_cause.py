@@ -11,7 +11,6 @@ from events.job import Place
 from processors.policy import SharedCauses
 from processors.state import HUNG, Fleet, Incident, Job, Scope, Trouble, counted, scopes
 
-
 #: What machines have in common, the narrowest page first.
 SCOPES = ("rack", "nvlink_domain", "switch", "fleet")
 
