@@ -13,6 +13,7 @@ each phase another part of it, so that every machine is replayed at least once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -89,7 +90,7 @@ def plan(
     if min(pp, dp, tp, per_node) < 1 or (k is not None and k < 1):
         return NoPlan("TP, PP, DP, ranks a machine and k count from 1")
     if len(set(names)) != len(names):
-        return NoPlan(f"a machine is named twice: {next(name for name in names if names.count(name) > 1)}")
+        return NoPlan(f"a machine is named twice: {Counter(names).most_common(1)[0][0]}")
     together = lcm(tp, per_node) // per_node
     pipeline = lcm(tp * pp, per_node) // per_node // together
     blocks = [names[at : at + together] for at in range(0, len(names) - together + 1, together)]
@@ -222,7 +223,7 @@ def locate(groups: Groups, results: Iterable[ReplayResult]) -> Located:
         return _nothing_passed(failing, unheard, untested)
     candidates = [[machine for machine in members if machine not in cleared] for _, members in failing]
     certain = {named[0] for named in candidates if len(named) == 1}
-    names = ", ".join(name for name, _ in failing)
+    names = _listed([name for name, _ in failing])
     if orphan := next((name for (name, _), named in zip(failing, candidates, strict=True) if not named), ""):
         left = tuple(machine for machine in order if any(machine in named for named in candidates))
         return Located(

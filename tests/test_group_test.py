@@ -285,3 +285,13 @@ def test_two_thousand_machines_are_planned_and_located_at_once() -> None:
     found = locate(made.groups, replayed(made.groups, {"1234"}))
     assert time.process_time() - begun_s < 0.25  # a few milliseconds
     assert (made.m, made.n, found.suspects) == (16, 128, ("1234",))
+
+
+def test_a_name_that_is_twice_among_many_and_many_failing_groups_are_told_shortly() -> None:
+    begun_s = time.process_time()
+    made = plan([*map(str, range(50_000)), "49999"], pp=1, dp=50_001)
+    assert made == NoPlan("a machine is named twice: 49999")
+    assert time.process_time() - begun_s < 1
+    made = planned(2000, pp=1, dp=2000)
+    found = locate(made.groups, replayed(made.groups, set(map(str, range(0, 2000, 40)))))
+    assert found.outcome == "several_faulty" and len(found.because) < 1000
