@@ -4,7 +4,7 @@ fold serves the live view, `status` and the demo's table."""
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from events.clock import NS
@@ -182,10 +182,14 @@ class Watch:
                     view.losses = [*view.losses[-199:], sample.loss]
 
     def waiting(self) -> list[Asked]:
-        """The decisions that wait for a yes now, in the order of asking."""
+        """The decisions that wait for a yes now, in the order of asking, each with the machines that it is still about."""
         plans = (job.plan for job in self.fleet.jobs.values())
-        now = {plan.decision for plan in plans if plan is not None and plan.stage == "awaiting"}
-        return [asked for decision, asked in self.asked.items() if decision in now]
+        now = {plan.decision: plan for plan in plans if plan is not None and plan.stage == "awaiting"}
+        waits = ((asked, now[decision]) for decision, asked in self.asked.items() if decision in now)
+        return [
+            replace(asked, made=asked.made.model_copy(update={"nodes": plan.nodes, "standbys": plan.standbys}))
+            for asked, plan in waits
+        ]
 
     def open_incidents(self) -> list[IncidentStory]:
         return [story for story in self.incidents.values() if story.closed is None]

@@ -254,6 +254,19 @@ def test_a_spare_is_no_machine_that_is_at_work_or_a_spare_already() -> None:
     free("z", watch.fleet, "gpt")
     evicted, _ = played("policy auto", LOST, "+5 progress gpt first attempt=2 step=4")
     free("c", evicted.fleet, "gpt")  # repaired
+    ill, _ = played("+5 signal disk_fault t confidence=high")
+    free("t", ill.fleet, "gpt")  # and well again
+
+
+def test_what_waits_is_about_the_machines_that_are_not_kept() -> None:
+    wide = "policy approve rules.diagnose=auto budget.job.share_max=1 budget.fleet.share_max=1"
+    told = ("found tests a d", "+5 signal rank_exit a attempt=1 job=gpt rank=0 confidence=high", "+5 override gpt keep node=a")
+    watch, _ = played(wide, *told)
+    (diagnose,) = waiting_json(watch)
+    assert diagnose["rung"] == "diagnose"  # no bolder than the reattempt after it
+    watch, _ = played(wide + " rules.reattempt_crash=auto", *told)
+    (one,) = waiting_json(watch)
+    assert (one["rung"], one["nodes"], one["standbys"]) == ("evict", ["d"], ["t"])
 
 
 def test_a_choice_that_can_not_be_carried_out_is_a_call_until_it_is_acknowledged_and_the_job_trains_on() -> None:

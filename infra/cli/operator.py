@@ -108,7 +108,8 @@ def free(node: str, fleet: Fleet, name: str) -> None:
     """Raises Refused for a spare that is at work, or a spare already."""
     for job in fleet.jobs.values():
         at_work = job.wanted == "running" and node in job.by_node
-        if at_work or (job.name == name and node in {place.node for place in job.standbys} and node not in job.evicted):
+        waits = node in {place.node for place in job.standbys} and node not in job.evicted and node not in job.unfit
+        if at_work or (job.name == name and waits):
             raise Refused(f"{node} is {'at work in' if at_work else 'a standby of'} job {job.name} already")
 
 
