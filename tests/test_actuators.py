@@ -122,6 +122,15 @@ def test_a_closed_incident_closes_its_own_epoch_only() -> None:
     assert judged(planned)["d9/stop_attempt/"] == 1 and judged(planned)["d9/start_attempt/"] == 1
 
 
+def test_what_a_hold_refused_is_begun_when_the_same_decision_issues_it_anew() -> None:
+    first = intent()
+    state = after(declared(), first, HoldPlaced(job=JOB, reason="r", author="a"))
+    assert judged(state) == {first.key: "refused_held"}
+    state = after(OutcomeRecorded(key=first.key, job=JOB, verb="stop_attempt", result="refused_held"), state=state)
+    state = after(HoldReleased(job=JOB, reason="r", author="a"), first, intent(key="anew"), state=state)
+    assert judged(state) == {"anew": 1}
+
+
 @pytest.mark.parametrize(("verb", "ends"), [("evict_node", True), ("start_attempt", True), ("stop_attempt", False)])
 def test_what_has_begun_is_brought_to_its_end_though_the_job_is_back(verb: str, ends: bool) -> None:
     """An agent that was killed has not answered yet, and the ranks of other nodes are healthy already."""

@@ -258,6 +258,14 @@ def test_a_spare_is_no_machine_that_is_at_work_or_a_spare_already() -> None:
     free("t", ill.fleet, "gpt")  # and well again
 
 
+def test_an_eviction_that_has_begun_is_not_taken_back_and_one_that_a_hold_refused_is() -> None:
+    lost = ("policy auto", "actuators silent", LOST)
+    begun, _ = played(*lost)
+    assert why(lambda: override_of(begun.fleet, "gpt", "keep", "c", "", "r", 0)) == "c was evicted from job gpt already"
+    refused, _ = played(*lost, "hold gpt", "outcome gpt key-3 result=refused_held")
+    assert override_of(refused.fleet, "gpt", "keep", "c", "", "r", 0).node == "c"
+
+
 def test_what_waits_is_about_the_machines_that_are_not_kept() -> None:
     wide = "policy approve rules.diagnose=auto budget.job.share_max=1 budget.fleet.share_max=1"
     told = ("found tests a d", "+5 signal rank_exit a attempt=1 job=gpt rank=0 confidence=high", "+5 override gpt keep node=a")

@@ -148,7 +148,8 @@ async def commit_of(job: Job, revision: str) -> str:
 
 
 def _known_machine(job: Job, remedy: Remedy, node: str) -> None:
-    if node in job.evicted:
+    refused = job.plan is not None and ("evict_node", node) in job.plan.refused  # under a hold: it is not begun
+    if node in job.evicted and not (refused and remedy == "keep"):
         raise Refused(f"{node} was evicted from job {job.name} already")
     machines = list(job.by_node) + ([place.node for place in job.standbys] if remedy == "keep" else [])
     if node not in machines:
