@@ -389,6 +389,36 @@ def test_a_norm_that_is_no_number_counts_by_steps_that_were_not_skipped() -> Non
     assert [one.confidence for one in signals(story)] == ["low"]
 
 
+def test_what_an_attempt_that_is_over_still_says_counts_for_nothing() -> None:
+    story = begun()
+    step = run(story, steady(100), attempt=3)
+    for attempt in (2, 1):
+        run(story, [(NAN, NAN)] * 30, first=90, attempt=attempt, at_s=step)
+        run(story, [(90.0, 90.0)] * 60, first=120, rank=1, attempt=attempt, at_s=step)
+    run(story, steady(40), first=step, attempt=3)
+    assert claims(story) == []
+
+
+def test_two_jobs_on_the_same_nodes_have_a_curve_each() -> None:
+    story = begun()
+    for step in range(160):
+        for job in ("gpt", "llama"):
+            loss = NAN if job == "llama" and step >= 150 else 2.5 if job == "gpt" else 90.0
+            sample = StepSample(step=step, ended_ns=0, step_time_s=1, loss=loss, grad_norm=0.2)
+            fact = TrainingProgress(rank=0, world_size=1, phase="step", progress=step + 2, step=step, samples=(sample,))
+            story.say(step, "n0", fact, job=job, attempt=1, on_job=True, producer=f"trainer-{job}")
+    assert [(one.event.job, one.event.data.confidence) for one in told(CURVES, story)] == [("llama", "high")]
+
+
+def test_values_as_large_as_floats_are() -> None:
+    story = begun()
+    step = run(story, [(1e308, 5e-324)] * 60)
+    step = run(story, steady(60), first=step)
+    run(story, [(1e308, 1e308)] * 60, first=step)
+    assert {(one.symptom, one.confidence) for one in signals(story)} <= {("loss_spike", "high"), ("loss_spike", "low")}
+    assert signals(story)[-1].confidence == "high"
+
+
 def test_losses_that_are_no_number_now_and_then_are_told_once_a_minute() -> None:
     story = begun()
     run(story, [(NAN if i % 5 == 4 else 2.5, 0.2) for i in range(300)])

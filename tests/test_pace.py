@@ -221,6 +221,14 @@ def test_where_the_followed_rank_falls_silent_another_is_followed() -> None:
     assert high.confidence == "high" and 200 <= high.step <= 220
 
 
+def test_what_an_attempt_that_is_over_still_says_counts_for_nothing() -> None:
+    story = begun()
+    at_s = train(story, 200, lambda i: 2.0, attempt=3)
+    train(story, 200, lambda i: 9.0, first=200, at_s=at_s, attempt=2, busy_s=slow_from(0, 6, 3.0))
+    train(story, 50, lambda i: 2.0, first=200, at_s=at_s + 2000, attempt=3)
+    assert claims(story) == []
+
+
 def test_tokens_that_are_told_only_when_the_script_logs_do_not_blind_it() -> None:
     story = begun()
     for step in range(900):
