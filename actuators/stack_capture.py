@@ -38,6 +38,7 @@ CHILDREN_MAX = 64
 DUMP_S = 2.0
 NOT_ALLOWED = "py-spy may not read this process; run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope to 0 for its own user's"
 NO_PY_SPY = "there is no py-spy in the agent's environment; install it there (pip install py-spy)"
+NOT_STARTED = "py-spy can't be started"
 #: How the interpreter is told to read: with native frames, without, and without suspending the process.
 _WAYS = (("--native",), (), ("--nonblocking",))
 _NOT_SUSPENDED = "TtD"
@@ -101,13 +102,13 @@ async def _read(program: str | None, target: Target, process: Process, each_s: f
     seen = stat(process.pid)
     state = state_of(process)
     about: dict[str, Any] = {"parent_pid": seen.parent if seen else 0, "state": state, "command": _command(process.pid)}
-    error = NO_PY_SPY if program is None else ""
+    error, unread = NO_PY_SPY if program is None else "", program is None
     deadline = min(end, loop.time() + each_s)
     ways = _WAYS[2:] if state in _NOT_SUSPENDED else _WAYS if native else _WAYS[1:]
     for way in ways if program is not None and state not in "-ZX" else ():
         left_s = deadline - loop.time()
         if left_s <= 0:
-            error = error or "there was no time left to read it"
+            error, unread = error or "there was no time left to read it", not error
             break
         # Half of what is left, so that a way which hangs leaves time for the next.
         code, out, said = await _run([program, "dump", "--json", *way, "--pid", str(process.pid)], left_s / (2 if way != ways[-1] else 1))  # type: ignore[list-item]  # fmt: skip
@@ -119,11 +120,11 @@ async def _read(program: str | None, target: Target, process: Process, each_s: f
             except (BadStacks, StopIteration) as bad:
                 error = f"py-spy's answer was not read: {bad}"
         elif "ermission" in said or "EPERM" in said:
-            error = NOT_ALLOWED
+            error, unread = NOT_ALLOWED, True
             break
         else:
-            error = said
-    return ProcessStack(rank=target.rank, pid=process.pid, error=error[:1024], **about)
+            error, unread = said, said.startswith(NOT_STARTED)
+    return ProcessStack(rank=target.rank, pid=process.pid, error=error[:1024], unread=unread, **about)
 
 
 async def _run(command: list[str], within_s: float) -> tuple[int, bytes, str]:
@@ -133,7 +134,7 @@ async def _run(command: list[str], within_s: float) -> tuple[int, bytes, str]:
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
     except OSError as error:
-        return 1, b"", f"py-spy can't be started ({error.strerror})"
+        return 1, b"", f"{NOT_STARTED} ({error.strerror})"
     assert child.stdout is not None and child.stderr is not None
     try:
         async with asyncio.timeout(within_s):
@@ -302,8 +303,12 @@ def _shortened(process: ProcessStack) -> ProcessStack:
 
 
 def _emptied(process: ProcessStack) -> ProcessStack:
-    error = process.error or ("its stack was left out for the message's size" if process.threads else "")
-    return process.model_copy(update={"threads": (), "groups": (), "pending": (), "recorded": False, "error": error})
+    if not process.threads and not process.recorded:
+        return process
+    why = "its stack was left out for the message's size"
+    return process.model_copy(
+        update={"threads": (), "groups": (), "pending": (), "recorded": False, "error": why, "unread": True}
+    )
 
 
 #: In this order: what it is called, whether ranks' own processes are spared, and what becomes of one.

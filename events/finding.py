@@ -45,7 +45,8 @@ class PendingOperation(Fact):
 class ProcessStack(Fact):
     """One training process of a node: a rank, or a child of one (data loader, checkpoint writer; `parent_pid` leads to the rank's
     process). `state` as the kernel tells it (R, S, D, T, Z), '-' if it is gone. `threads`: one stack a thread, outermost frame first,
-    frames `function (file:line)` joined by ';', the main thread's first. `error`: why there is none."""
+    frames `function (file:line)` joined by ';', the main thread's first. `error`: why there is none. `unread`: that is a reason of the reader's (no right, no time, no room in the message),
+    and says nothing of the process."""
 
     rank: int = Field(ge=-1)
     pid: int = Field(ge=0)
@@ -62,6 +63,7 @@ class ProcessStack(Fact):
     groups: tuple[GroupState, ...] = ()
     pending: tuple[PendingOperation, ...] = ()
     error: str = Field(default="", max_length=1024)
+    unread: bool = False
 
 
 class StackRound(Fact):

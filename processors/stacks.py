@@ -7,7 +7,8 @@ before that, since what hangs is not always what looks different:
 2. A rank that waits for others explains nothing. Where most ranks wait in communication, the few that do not are the cause, and the
    ranks that wait elsewhere than most, in a send to the stuck stage or a broadcast from the rank that still reads its data, are not.
    Only where every rank waits are those in other places than most the outliers, as in the paper's figure 7.
-3. A rank without a stack (stopped, dead, on a node that does not answer) is one of those few.
+3. A rank without a stack (stopped, dead, on a node that does not answer) is one of those few; not so one that could not be read for a
+   reason of the reader's, as where py-spy is missing: of it nothing is known.
 
 Children belong to their rank. A data loader in a lock makes its own rank wait in next(), which point 2 sees; children are compared
 with those of other ranks only when the ranks themselves look all alike, since healthy workers differ from moment to moment.
@@ -75,7 +76,8 @@ def aggregate(
     ranks = _trees(processes, range(world_size) if among is None else sorted(set(among)))
     world_size = len(ranks)
     recorded = {rank: state.main for rank, state in ranks.items() if state.main is not None and state.main.recorded}
-    silent = {rank for rank, state in ranks.items() if not _speaks(state)}
+    unread = {rank for rank, state in ranks.items() if _unread(state)}
+    silent = {rank for rank, state in ranks.items() if not _speaks(state)} - unread
     seen = {rank: state.place for rank, state in ranks.items() if rank not in silent and state.place is not None}
     by_record = len(recorded) >= cut.recorded_share_min * world_size and len(recorded) > 0
     words = dict[int, str]()
@@ -84,6 +86,8 @@ def aggregate(
         found = collectives.stuck(recorded, ranks)
         words = dict(found.fronts)
         verdict = _by_recordings(found, silent, seen, world_size, cut)
+    if verdict is None and len(unread) > cut.outliers_share_max * world_size:
+        verdict = _Verdict(frozenset(), (), 0, f"{len(unread)} of {world_size} ranks could not be read")
     if verdict is None:
         verdict = _by_stacks(ranks, seen, silent, world_size, cut)
     places = {rank: _written(place) for rank, place in seen.items()} | {
@@ -95,7 +99,7 @@ def aggregate(
         groups_seen=len(set(places.values())),
         dominant=verdict.dominant,
         ranks=world_size,
-        stuck_at=_lines(verdict, ranks, places, silent),
+        stuck_at=(*_lines(verdict, ranks, places, silent), *_of_unread(unread, ranks))[:_LINES_MAX],
     )
 
 
@@ -126,6 +130,12 @@ def _speaks(state: _Rank) -> bool:
     """Whether its main process runs and told something: a stack, or a flight recording."""
     main = state.main
     return main is not None and main.state not in _NOT_RUNNING and (bool(main.threads) or main.recorded)
+
+
+def _unread(state: _Rank) -> bool:
+    """Whether there is no stack for a reason of the reader's alone: a process that does not run is known by its state all the same."""
+    main = state.main
+    return main is not None and main.unread and not main.threads and not main.recorded and main.state not in _NOT_RUNNING
 
 
 def _by_recordings(
@@ -240,6 +250,14 @@ def _why_silent(state: _Rank) -> str:
             main.state, f"not running (state {main.state})"
         )
     return f"no stack: {main.error or 'none was given'}" + (f" (state {main.state})" if main.state else "")
+
+
+def _of_unread(unread: set[int], ranks: Mapping[int, _Rank]) -> list[str]:
+    held: dict[str, set[int]] = defaultdict(set)
+    for rank in unread:
+        main = ranks[rank].main
+        held[main.error if main is not None else ""].add(rank)
+    return [_line(frozenset(some), f"not read, so nothing is known: {why}") for why, some in sorted(held.items())]
 
 
 def _census(places: Mapping[int, str]) -> list[str]:

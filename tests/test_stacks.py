@@ -23,7 +23,7 @@ from processors import frames
 from processors.collectives import stuck
 from processors.parallel_groups import Layout, smallest_cover
 from processors.stacks import Cut, aggregate
-from tests.hang_cases import MAIN, NORM, Case, cases, figure_7, processes
+from tests.hang_cases import LOCKED, MAIN, NORM, Case, cases, figure_7, processes
 from tests.hang_simulation import dumps, job_of, program
 
 RECORDED = Path(__file__).parents[2] / "shared" / "cases" / "flight-recorder"
@@ -178,6 +178,28 @@ def test_most_ranks_silent_says_nothing_and_says_so() -> None:
     found = aggregate(processes(8, lambda rank: NORM if rank == 0 else ""), 8)
     assert found.outliers == found.silent == ()
     assert found.stuck_at[0] == "7 of 8 ranks have no stack: too many to call the rest healthy"
+
+
+def test_ranks_that_the_reader_could_not_read_are_neither_outliers_nor_healthy() -> None:
+    """A node without py-spy would go with every hang. One that is stopped there is known by its state."""
+
+    def rank(number: int, **more: Any) -> ProcessStack:
+        fields = {"rank": number, "pid": 10 + number, "state": "S", "threads": (NORM,)}
+        return ProcessStack.model_validate(fields | more)
+
+    def unread(number: int, **more: Any) -> ProcessStack:
+        return rank(number, threads=(), error="there is no py-spy", unread=True, **more)
+
+    node = [unread(number) for number in range(4, 8)]
+    others = [rank(number) for number in range(8, 16)]
+    found = aggregate([*(rank(number) for number in range(3)), rank(3, threads=(LOCKED,)), *node, *others], 16)
+    assert (found.outliers, found.silent, found.dominant) == ((3,), (), 11)
+    assert found.stuck_at[-1] == "ranks 4-7: not read, so nothing is known: there is no py-spy"
+    found = aggregate([*(rank(number) for number in range(4)), *node[:3], unread(7, state="T"), *others], 16)
+    assert found.outliers == found.silent == (7,)
+    found = aggregate([unread(number) for number in range(12)] + others[4:], 16)
+    assert (found.outliers, found.dominant) == ((), 0) and found.stuck_at[0] == "12 of 16 ranks could not be read"
+    assert aggregate([rank(number) for number in range(12)] + [unread(number) for number in range(12, 16)], 16).outliers == ()
 
 
 def test_ranks_that_are_not_the_jobs_are_ignored_and_missing_ones_are_silent() -> None:
