@@ -36,14 +36,16 @@ WORDS_MAX, WORD_BYTES = 16, 300
 
 
 class JobState(NamedTuple):
-    """One attempt. `moved_ns`: when any rank's progress grew last (at first: when the attempt began); `heard_ns`: when anything
-    of the attempt was heard; `step`: the highest finished, at `stepped_ns`; `healthy`: steps finished since the last non-finite loss; `stepped`:
-    ranks that finished one; `words`: the last of note in the logs of a few ranks, newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible.
-    `longest`: by phase, of all attempts; `traffic`: since the last progress."""
+    """One attempt. `larger`: a larger world size that one rank told of, and which. `moved_ns`: when any rank's progress grew last (at first:
+    when the attempt began); `heard_ns`: when anything of the attempt was heard; `step`: the highest finished, at `stepped_ns`; `healthy`:
+    steps finished since the last non-finite loss; `stepped`: ranks that finished one; `words`: the last of note in the logs of a few ranks,
+    newest last; `stall`: the rule by which a hang is claimed; `scan_ns`: before it, no stall is possible. `longest`: by phase, of all
+    attempts; `traffic`: since the last progress."""
 
     job: str = ""
     attempt: int = -1
     world_size: int = 0
+    larger: tuple[int, int] = (0, -1)
     began_ns: int = 0
     moved_ns: int = 0
     moved_id: str = ""
@@ -116,6 +118,8 @@ class JobDetector:
         changes = dict(value)
         if "ranks" in changes:
             changes["ranks"] = ranks_.load(changes["ranks"])
+        if "larger" in changes:
+            changes["larger"] = tuple(changes["larger"])
         if "unsaid_causes" in changes:
             changes["unsaid_causes"] = tuple(changes["unsaid_causes"])
         if "words" in changes:
@@ -155,7 +159,7 @@ class JobDetector:
                 stepped_ns=seen.seen_ns, longest=state.longest,
             )  # fmt: skip
         if data.world_size > state.world_size:
-            state = state._replace(world_size=data.world_size)
+            state = _larger(state, data.rank, data.world_size)
         if kind is TrainingProgress:
             state = _progress(state, clock, seen, data, claims)
         elif kind is RankStarted:
@@ -163,6 +167,15 @@ class JobDetector:
         else:
             state = _exit(state, clock, seen, data, claims)
         return state, tuple(claims)
+
+
+def _larger(state: JobState, rank: int, world_size: int) -> JobState:
+    """A larger number of ranks than was known is believed of one beyond that number, or of two: a stray process that inherited its rank may
+    have any, and ranks that do not exist would be waited for."""
+    size, teller = state.larger
+    if not state.world_size or rank >= state.world_size or (size == world_size and teller != rank):
+        return state._replace(world_size=world_size, larger=(0, -1))
+    return state if size == world_size else state._replace(larger=(world_size, rank))
 
 
 # --- what ranks and agents say ------------------------------------------------------------------------------------------------

@@ -189,6 +189,26 @@ def test_a_rank_that_hangs_after_the_others_ended_is_a_hang() -> None:
     assert (hang.symptom, hang.rule) == ("job_hang", "no_progress")
 
 
+def test_a_number_of_ranks_that_one_alone_tells_of_is_not_believed() -> None:
+    story = running(begun(), 1, 10)
+    story.progress(10, 0, 30, 10, world=200_000, losses=(1.0,))
+    running(story, 11, 20, step=11)
+    for rank in range(2):
+        story.exited(20, rank, code=0)
+    ticks(story, 20, 90)
+    assert len(of(JobFinished, story)) == 1 and of(Signal, story) == []
+
+
+def test_ranks_that_join_are_waited_for() -> None:
+    story = running(begun(), 1, 10)
+    running(story, 10, 20, step=10, world=4)
+    for rank in range(3):
+        story.exited(20, rank, code=0, world=4)
+    assert of(JobFinished, story) == []
+    story.exited(21, 3, code=0, world=4)
+    assert len(of(JobFinished, story)) == 1
+
+
 def test_an_unwatched_exit_among_good_ones_counts_as_good() -> None:
     story = running(begun(), 1, 10)
     story.exited(10, 0, code=0)
