@@ -352,11 +352,13 @@ class Fleet(NamedTuple):
 
 
 def usable_standbys(fleet: Fleet, job: Job) -> list[Place]:
-    """Spares that may be used, in order: not ailing, not evicted, not a machine (by serial number) that was evicted before."""
+    """Spares that may be used, in order: not ailing, not evicted, not a machine (by serial number) that was evicted before, and not one
+    that was given to another job since."""
     return [
         place
         for place in job.standbys
-        if place.node not in job.unfit
+        if fleet.owners.get(place.node, job.name) == job.name
+        and place.node not in job.unfit
         and place.node not in job.evicted
         and place.node not in job.silent
         and not (place.serial and place.serial in fleet.bad_serials)
