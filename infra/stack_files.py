@@ -22,7 +22,7 @@ from events.rank_set import RANKS_MAX, expand
 from processors.parallel_groups import BadLayout, Layout
 
 _RANK = re.compile(r"rank[_-]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(?<![0-9])(?<![_-]-)([0-9]{1,7})[^0-9]*\Z")
+_LAST_NUMBER = re.compile(r"(?<![0-9])(?<![_-]-)([0-9]{1,7})[^0-9A-Za-z]*\Z")
 _ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
 _SUFFIXES = ("", ".json", ".gz", ".txt", ".pkl", ".pickle")
 #: What the sizes of a job are called, by different hands.
@@ -78,7 +78,8 @@ def read(path: Path) -> Found:
         found.highest = max(found.highest, rank)
         if rank < 0:
             if not name.startswith(("topology", "layout", "README", "job")):
-                found.unread.append(Unread(name, -1, "its name does not say whose rank it is; call it rank_N.json"))
+                why = "its name does not say whose rank it is; call it rank_N.json, or give it alone if it holds all ranks' `dumps`"
+                found.unread.append(Unread(name, -1, why))
             continue
         try:
             if not file.is_file():  # a pipe would be waited for
@@ -218,6 +219,8 @@ def _of_rank(raw: bytes, rank: int) -> list[ProcessStack]:
             raise BadStacks("it has processes that are not as `keepstep stacks capture` writes them") from None
     if isinstance(value, dict) and not flight_recorder.is_dump(value) and isinstance(value.get("threads"), list):
         value = value["threads"]
+    if isinstance(value, dict) and "dumps" in value and not flight_recorder.is_dump(value):
+        raise BadStacks("it holds the dumps of many ranks; give the file itself in place of the folder")
     if isinstance(value, list):  # behind a byte order mark, or in UTF-16
         return py_spy.from_threads(value, rank)
     return [ProcessStack(rank=rank, pid=0, **flight_recorder.recording(value).fields())]

@@ -142,6 +142,17 @@ def test_the_same_of_a_rank_twice_is_refused(tmp_path: Path, second: str) -> Non
     assert "are both of rank 1: leave one of them" in str(done.exception)
 
 
+def test_a_file_of_all_ranks_among_files_of_one_is_said_to_be(tmp_path: Path) -> None:
+    whole = json.dumps({"dumps": {str(rank): told for rank, told in dumps(Layout(2, 2, 2), {5: ("stopped", 9)})}})
+    (tmp_path / "case_1st.json").write_text(whole)
+    done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path)])
+    assert isinstance(done.exception, Refused) and "give it alone if it holds all ranks' `dumps`" in str(done.exception)
+    assert aggregated(tmp_path / "case_1st.json")["outliers"] == [5]
+    written(tmp_path, dict.fromkeys(range(4), NORM))
+    (tmp_path / "rank_3.json").write_text(whole)
+    assert any("give the file itself" in entry["why"] for entry in aggregated(tmp_path)["unread"])
+
+
 def test_where_nobody_can_be_told_from_the_others_that_is_not_fine(tmp_path: Path) -> None:
     written(tmp_path, dict.fromkeys((0, 1, 2), NORM))
     done = CliRunner().invoke(app, ["stacks", "aggregate", str(tmp_path), "--world-size", "8"])

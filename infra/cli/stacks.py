@@ -133,7 +133,8 @@ def _world(found: Found, told: dict[str, Any], world_size: int | None) -> tuple[
     if world_size is None and not {"dp", "nodes"} & set(told):  # a rank that left no file may be known by its peers' groups
         highest = max(highest, *(max(ranks) for ranks in found.groups.values()), -1)
     if highest < 0:
-        raise Refused("there is no file of a rank; each is called rank_N.json")
+        why = f" ({found.unread[0].file}: {found.unread[0].why})" if found.unread else ""
+        raise Refused(f"there is no file of a rank; each is called rank_N.json{why}")
     known = set(told) & {"tp", "pp", "dp", "ranks_per_node", "nodes"}
     placed = layout(told, world_size or highest + 1) if known else None
     world = world_size or (placed.world if placed else highest + 1)
