@@ -24,7 +24,6 @@ from events.job import Place
 from processors.attribution import BESIDE, Beside, Sighting
 from processors.ladder import AFTER, EVICTIONS, EXAMINATIONS, Situation
 from processors.state import (
-    AILING,
     METRICS,
     NAMING,
     Eviction,
@@ -36,6 +35,7 @@ from processors.state import (
     Poison,
     Told,
     Trouble,
+    ails,
     counted,
     lost_standbys,
     more_spares,
@@ -103,7 +103,7 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
     if silent and data.verdict in ("attached", "recorded") and data.node in job.by_node:
         job = job._replace(silent={**job.silent, data.node: trouble})
         fleet = fleet.put(job)
-    if data.verdict == "recorded" and data.symptom in AILING and data.node in job.by_node:
+    if data.verdict == "recorded" and ails(data.symptom, data.confidence) and data.node in job.by_node:
         fleet = fleet.put(job := job._replace(ailing={**job.ailing, data.node: trouble}))
     if data.symptom in METRICS and data.confidence == "high" and data.verdict in ("attached", "ended_attempt", "recorded"):
         fleet = fleet.put(job := _poisoned(job, data))

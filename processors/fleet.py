@@ -29,7 +29,6 @@ from processors.examinations import METRIC, concluded
 from processors.keeping import keeping
 from processors.ladder import EXAMINED_BY
 from processors.state import (
-    AILING,
     METRICS,
     NAMING,
     REFUSED,
@@ -264,7 +263,7 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
         job = with_incident(job, slow=False)
     elif data.symptom in METRICS and event.attempt == job.attempt:
         job = _metric_over(fleet, job, data)
-    elif data.symptom in AILING and data.node in job.ailing:
+    elif data.node in job.ailing and data.symptom == job.ailing[data.node].symptom:
         job = job._replace(ailing={key: value for key, value in job.ailing.items() if key != data.node})
     return fleet.put(job)
 

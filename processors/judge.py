@@ -10,7 +10,7 @@ from events.envelope import AnyEvent, Fact
 from events.ids import derived_id
 from events.incident import Signal, SignalCleared, Symptom
 from processors import attribution
-from processors.state import AILING, HUNG, METRICS, NAMING, Fleet, Job
+from processors.state import AILING, IN_TROUBLE_ONLY, METRICS, NAMING, Fleet, Job
 
 #: Symptoms of the job as a whole that open an incident by themselves.
 OF_THE_JOB = frozenset({"rank_exit", "job_hang", "mfu_decline", "user_code_error", *METRICS})
@@ -136,11 +136,9 @@ def _verdict(fleet: Fleet, job: Job | None, event: AnyEvent, signal: Signal) -> 
     if event.attempt > job.attempt:
         return "recorded", f"it speaks of attempt {event.attempt}, which was never started"
     naming = signal.symptom in NAMING and signal.confidence == "high"
-    if naming and signal.symptom == HUNG and not _in_trouble(job):
-        return (
-            "recorded",
-            "the driver hangs under a job that goes on: the machine is replaced when the job stops for whatever reason",
-        )
+    if naming and signal.symptom in IN_TROUBLE_ONLY and not _in_trouble(job):
+        what = IN_TROUBLE_ONLY[signal.symptom]
+        return "recorded", f"{what} under a job that goes on: the machine is replaced when the job stops for whatever reason"
     if signal.confidence == "sympathetic" and signal.symptom not in OF_THE_JOB:
         return "sympathetic", "what a job's own crash leaves behind on healthy machines names nobody"
     if signal.symptom in ONLY_HIGH and signal.confidence != "high":

@@ -22,18 +22,25 @@ NAMING = frozenset(
         "gpu_driver_hang",
         "nvlink_error",
         "nic_flap",
+        "nic_down",
         "os_kernel_panic",
         "disk_fault",
         "fs_mount",
     }
 )
 
-#: Symptoms of a machine that ails while steps go on: it is replaced at the next restart, whatever brings that (DESIGN section 7). A
-#: driver that hangs under a running job is one too; once the job stalls or crashes it names the machine.
-AILING = frozenset({"gpu_driver_hang", "gpu_memory_error", "gpu_thermal", "ib_error", "nvlink_error"})
-HUNG = "gpu_driver_hang"
+#: Symptoms of a machine that ails while steps go on: it is replaced at the next restart, whatever brings that (DESIGN section 7).
+AILING = frozenset({"gpu_memory_error", "gpu_thermal", "ib_error", "nvlink_error"})
+#: So does, by these of high confidence, a machine under a job that goes on: a driver that hangs, or a link that is down and that the job
+#: does without. Once the job stalls or crashes they name it.
+IN_TROUBLE_ONLY = {"gpu_driver_hang": "the driver hangs", "nic_down": "a link is down"}
 #: Symptoms that say that what the job computes is wrong.
 METRICS = frozenset({"nan_value", "loss_spike"})
+
+
+def ails(symptom: str, confidence: str) -> bool:
+    """Whether a machine of which this is recorded is replaced at the next restart."""
+    return symptom in AILING or (symptom in IN_TROUBLE_ONLY and confidence == "high")
 
 
 #: Results of what was not tried: a hold stood, or it was read too late. That is no failure of what was decided.
@@ -53,7 +60,7 @@ class Told(Protocol):
     def attempt(self) -> int: ...
 
 
-#: What machines have in common: ("rack", name), ("switch", name) or ("fleet", "").
+#: What machines have in common: ("rack", name), ("nvlink_domain", name), ("switch", name) or ("fleet", "").
 Scope = tuple[str, str]
 
 
@@ -62,6 +69,8 @@ def scopes(place: Place) -> list[Scope]:
     found = [("fleet", "")]
     if place.rack:
         found.append(("rack", place.rack))
+    if place.nvlink_domain:
+        found.append(("nvlink_domain", place.nvlink_domain))
     if place.switch:
         found.append(("switch", place.switch))
     return found
@@ -278,6 +287,8 @@ class Job(NamedTuple):
         sizes: dict[Scope, int] = {("fleet", ""): len(places)}
         sizes |= {("rack", name): count for name, count in racks.items() if name}
         sizes |= {("switch", name): count for name, count in switches.items() if name}
+        domains = Counter(place.nvlink_domain for place in places)
+        sizes |= {("nvlink_domain", name): count for name, count in domains.items() if name}
         return self._replace(places=places, by_node={place.node: place for place in places}, sizes=sizes)
 
     @property

@@ -2,7 +2,7 @@
 timers fire by themselves, and actuators answer `done` after 0.1 s unless the story says `actuators silent`.
 
     policy auto                                   adopt a policy (a mode; further lines `key.path=value`)
-    job gpt nodes a@r1 b@r1 c@r2 standbys s@r3    declare (node@rack, /switch and #serial may follow)
+    job gpt nodes a@r1 b@r1 c@r2 standbys s@r3    declare (node@rack, %NVLink domain, /switch and #serial may follow)
     +2.5 signal rank_exit b rank=1 attempt=1      2.5 s later
 """
 
@@ -331,5 +331,6 @@ def _replays(groups: tuple[tuple[tuple[str, ...], ...], ...], bad: tuple[int, ..
 def place(text: str) -> Place:
     text, _, serial = text.partition("#")
     text, _, switch = text.partition("/")
+    text, _, domain = text.partition("%")
     node, _, rack = text.partition("@")
-    return Place(node=node, rack=rack, switch=switch, serial=serial)
+    return Place(node=node, rack=rack, nvlink_domain=domain, switch=switch, serial=serial)
