@@ -83,7 +83,8 @@ async def test_a_bus_that_is_away_stops_nothing_and_loses_nothing(how: str, tmp_
                     told |= {sample.step for sample in event.data.samples}
                     held += "Keepstep-Held-Ns" in record.headers
             assert held, f"nothing of rank {rank} was held while the bus was away"
-            missing = set(range(away_from, away_to)) - told
+            # What a killed bus had acknowledged in its last moment may be gone: its telemetry is persisted asynchronously (decision 012).
+            missing = set(range(away_from + (how == "killed"), away_to)) - told
             assert not missing, f"rank {rank}: steps that nobody was told of: {sorted(missing)[:20]}"
 
 
