@@ -77,9 +77,7 @@ class _Rank:
         """Of each collective that is known of it: how many of the pending transfers to (from) that peer are before it, less the completed
         ones after it."""
         found = {
-            (state.group, state.done): -next((n for to, out, n in state.since if to == peer and out == sent), 0)
-            for state in self.process.groups
-            if state.done >= 0
+            (state.group, state.done): -_since(state.since, peer, sent) for state in self.process.groups if state.done >= 0
         }
         before = 0
         for op in self.process.pending:
@@ -141,25 +139,22 @@ def _overtaken(found: Mapping[int, _Rank]) -> set[int]:
     counted: dict[int, _Counts] = {}
     for rank, state in found.items():
         if any(op.peer >= 0 for op in state.pending):
-            counted[rank] = {
-                (group.group, group.done): {(to, out): n for to, out, n in group.since}
-                for group in state.process.groups
-                if group.done >= 0
-            }
+            counted[rank] = {(group.group, group.done): group.since for group in state.process.groups if group.done >= 0}
     behind: set[int] = set()
     for rank, state in found.items():
-        first = {(op.peer, op.op): op for op in reversed(state.pending) if op.peer in found}  # of one kind all are as far
-        for op in first.values():
-            if op.op != "send" and op is not state.pending[0]:
+        seen: set[tuple[int, str]] = set()
+        for op in state.pending:
+            if op.peer not in found or (op.op != "send" and op is not state.pending[0]) or (op.peer, op.op) in seen:
                 continue
+            seen.add((op.peer, op.op))  # of one kind all are as far
             if not _level(counted, rank, op) and _ahead(found, rank, op) > 0:
                 behind.add(rank)
                 break
     return behind
 
 
-#: Of the last completed collective of each group: transfers since, by peer and direction.
-_Counts = dict[tuple[str, int], dict[tuple[int, int], int]]
+#: Of the last completed collective of each group: transfers since, as peer, direction and how many.
+_Counts = dict[tuple[str, int], tuple[tuple[int, int, int], ...]]
 
 
 def _level(counted: Mapping[int, _Counts], rank: int, op: PendingOperation) -> bool:
@@ -169,8 +164,12 @@ def _level(counted: Mapping[int, _Counts], rank: int, op: PendingOperation) -> b
     theirs = counted.get(op.peer, {})
     for collective, since in counted[rank].items():
         if collective in theirs:
-            return since.get((op.peer, sent), 0) == theirs[collective].get((rank, 1 - sent), 0)
+            return _since(since, op.peer, sent) == _since(theirs[collective], rank, 1 - sent)
     return False
+
+
+def _since(counts: tuple[tuple[int, int, int], ...], peer: int, sent: int) -> int:
+    return next((n for to, out, n in counts if to == peer and out == sent), 0)
 
 
 def _ahead(found: Mapping[int, _Rank], rank: int, op: PendingOperation) -> int:
