@@ -79,7 +79,9 @@ def out(
     if kept:
         text = f"{why}; a person keeps {', '.join(kept)} in"
         return [decision(fleet, job, incident, base, nodes=bad, because=text, vetoed="kept", **what)]
-    over = next((found for node in bad if (found := over_for(fleet, job, incident, node)) is not None), None)
+    before_it = () if rule == "evict_group" else bad  # a group counts as one
+    spent = ((node, before_it[:i]) for i, node in enumerate(bad))
+    over = next((found for node, also in spent if (found := over_for(fleet, job, incident, node, also)) is not None), None)
     if over is not None:
         veto = decision(fleet, job, incident, base, nodes=bad, because=f"{why}; {over}", vetoed="budget", **what)
         return [veto, *hand_over(fleet, job, incident, base, "hand_over", f"{why}, but {over}", after=1, reason="budget_spent")]
@@ -145,10 +147,11 @@ def with_ailing(fleet: Fleet, job: Job, nodes: tuple[str, ...], mode: Mode) -> t
 _VETOES = ("budget", "no_standby", "kept")
 
 
-def over_for(fleet: Fleet, job: Job, incident: Incident, node: str) -> Over | None:
-    """The budget that evicting this node would break. What was decided in the incident and is not spent yet (it waits for a yes, or
-    is only observed) counts as well."""
-    promised = [n for n, by in incident.answered.items() if by not in _VETOES and n in job.by_node and n not in job.evicted]
+def over_for(fleet: Fleet, job: Job, incident: Incident, node: str, also: tuple[str, ...] = ()) -> Over | None:
+    """The budget that evicting this node after `also` would break. What was decided in the incident and is not spent yet (it waits for
+    a yes, or is only observed) counts as well."""
+    decided = (n for n, by in incident.answered.items() if by not in _VETOES)
+    promised = [n for n in dict.fromkeys((*decided, *also)) if n in job.by_node and n not in job.evicted]
     return over_budget(fleet, job, job.by_node[node], tuple(job.by_node[n] for n in promised if n != node))
 
 
