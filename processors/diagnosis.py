@@ -215,9 +215,10 @@ def _in_every_smallest_cover(pairs: Sequence[_Pair]) -> set[str]:
     return set()
 
 
-def prior_of(rule: str, machines: int = 1) -> float:
-    """How likely a machine is bad that was evicted by this rule, with so many others as one group."""
-    if rule == "evict_group" and machines > 1:
+def prior_of(rule: str, machines: int = 0) -> float:
+    """How likely a machine is bad that was evicted by this rule, as one group of so many machines (0: not known). One that stood apart
+    alone is as good as named."""
+    if rule == "evict_group" and machines > 0:
         return min(0.9, 1.5 / machines)
     return PRIORS.get(rule, PRIOR)[0]
 

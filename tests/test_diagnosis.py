@@ -183,8 +183,10 @@ def test_the_more_suspected_a_machine_was_the_less_it_takes(results: list[CheckR
 
 def test_an_over_evicted_machine_comes_back_and_one_that_was_named_must_be_watched() -> None:
     passed = [own("m", test, True) for test in ("gpu_self_test", "dcgm", "reference_step")]
-    assert verdict(passed, prior_of("evict_group"))[0] == "exonerated"
-    assert verdict(passed, prior_of("evict_named"))[0] == "unproven"
+    assert verdict(passed, prior_of("evict_group"))[0] == verdict(passed, prior_of("evict_group", 8))[0] == "exonerated"
+    assert verdict(passed, prior_of("evict_named"))[0] == verdict(passed, prior_of("evict_group", 1))[0] == "unproven"
+    of = [prior_of("evict_group", machines) for machines in range(1, 17)]
+    assert of == sorted(of, reverse=True), "the more went with it, the less it is suspected"
     assert prior_of("evict_group", 8) == pytest.approx(0.1875) and prior_of("evict_group", 2) == 0.75
     assert verdict([], 0.1) == ("unproven", "no test that says anything could run")
     assert verdict([own("m", "answers")], 0.1)[0] == "unproven"
