@@ -111,7 +111,9 @@ def judged(
     phase, limit_ns = _phase(live, max(0, world_size - len(heard)), limits)
     learned = phase if limit_ns < stated[phase] else ""
     factor, carried = _carried(live, phase, longest, traffic, now_ns, settings)
-    limit_ns = int(limit_ns * factor)
+    usual_ns = longest[PHASES.index(phase)].most_ns if longest else 0
+    # Gradients that are summed at the end of a long step leave the links idle in each: that shortens no limit below twice what is usual.
+    limit_ns = max(int(limit_ns * factor), min(limit_ns, 2 * usual_ns))
     since_ns = max(moved_ns, min(heard_from_ns, moved_ns + clock.lost_ns(moved_ns) + limit_ns))
     if now_ns - since_ns > limit_ns:
         what = (

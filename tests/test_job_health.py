@@ -679,6 +679,17 @@ def test_a_job_whose_links_are_idle_hangs_sooner() -> None:
     assert "the links of all 2 nodes are idle" in of(Signal, story)[0].evidence
 
 
+def test_not_sooner_than_its_steps_take_anyway() -> None:
+    """Gradients of six minutes, summed at their end: the links are idle meanwhile in every step."""
+    story = default_job()
+    at_s = job(story, 4, 360)
+    at_s = waits(story, at_s, 5, {0: (21, 3, "checkpoint"), 1: (21, 3, "step")})
+    for rank in range(2):
+        story.progress(at_s, rank, 1000, 3, losses=(1.0,))
+    links(story, at_s, at_s + 700, {0: 0.0, 1: 0.0}, step=3)
+    assert 600 <= after_s(story, at_s) <= 608
+
+
 def test_not_sooner_where_the_script_declares_no_phases() -> None:
     story, at_s = trained(declares=False)
     links(story, at_s, at_s + 700, {0: 0.0, 1: 0.0})
