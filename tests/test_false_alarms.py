@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from events.job import RestartRequested
+from events.presence import Heartbeat
+from events.training import RankExit
 from tests.simulation import noise
 from tests.simulation.fleet import DENSE, RACK, SPARSE, Fleet
+from tests.simulation.world import Template
 from tests.telemetry import XID_79
 
 
@@ -23,6 +27,35 @@ def test_a_boot_storm_of_300_nodes() -> None:
     assert found["happened"]["reboots"] == 300
     assert found["evictions"] == [] and found["unexplained"] == []
     assert fleet.jobs["large"].attempt == 2 and fleet.jobs["large"].runs
+
+
+def test_300_nodes_that_lose_their_power_all_at_once() -> None:
+    """Nobody stopped the job, no agent says that it goes, silence is judged by the second; each tells of its rank's end when it is up again,
+    while most are silent still. That has one cause: a person is told, and no machine goes for it."""
+    quiet = {"crash_every_s": 1e6, "storm_every_s": 1e6, "reload_every_s": 1e6}
+    fleet = Fleet(SPARSE._replace(jobs=(("large", 300, 10.0),), first_step_s=10.0, **quiet), seed=7)
+    world, job, beat = fleet.world, fleet.jobs["large"], Template(Heartbeat(), "heartbeat")
+    world.every(1.0, lambda: world.tick("tn"))
+    world.every(1.0, lambda: fleet._beat(beat))
+    world.run(60)
+    assert job.runs and job.step >= 3
+    job._run = 0
+    gone = RankExit(rank=0, world_size=300)
+
+    def up(rank: int, node: str) -> None:
+        fleet._booted(node, "boot-2")
+        job._say(Template(gone.model_copy(update={"rank": rank}), f"rank-{rank}", job.name), node)
+
+    for rank, node in enumerate(job.nodes):
+        fleet.away.add(node)
+        world.after(world.chance.uniform(100, 180), lambda rank=rank, node=node: up(rank, node))  # type: ignore[misc]
+    world.run(75)
+    assert world.actions["rung hand_over"] == 1 and job.attempt == 1
+    world.run(330)
+    assert world.evictions == [] and world.actions["rung hand_over"] == 1
+    world.say(RestartRequested(job=job.name, reason="the power is back", author="operator"), "operator", job.name)
+    world.run(370)
+    assert world.evictions == [] and job.attempt == 2 and job.runs
 
 
 def _running(seed: int) -> Fleet:
