@@ -324,9 +324,11 @@ class Demo:
         inject: Callable[[], Awaitable[None]],
         *,
         storm: bool = False,
+        trail: tuple[str, ...] = (),
     ) -> None:
         """Injects a fault and waits until its incident is closed; then holds what happened against what the policy says: the mechanism
-        (one of several, where the ladder's way depends on what is found), and who was evicted."""
+        (one of several, where the ladder's way depends on what is found), who was evicted, and if `trail` is given the rungs that led
+        there, in order."""
         before_incidents, step_before = set(self.watch.incidents), self.step()
         score.injected_ns = wall_ns()
         await inject()
@@ -342,7 +344,7 @@ class Demo:
         stories = mine()
         if stories:
             self._fill(score, stories[0], step_before)
-        score.missed = self._judge(stories, over, (rung,) if isinstance(rung, str) else rung, nodes)
+        score.missed = self._judge(stories, over, (rung,) if isinstance(rung, str) else rung, nodes, trail)
         self._close(score)
         if not over:
             raise DemoFailed(f"{score.fault}: {score.missed}; the job is not back, so the rest was not tried")
@@ -362,7 +364,14 @@ class Demo:
             if story.closed.step_restored >= 0:
                 score.steps_lost = max(0, max(step_before, story.closed.step_before) - story.closed.step_restored)
 
-    def _judge(self, stories: list[IncidentStory], over: bool, rungs: tuple[str, ...], nodes: tuple[str, ...]) -> str:
+    def _judge(
+        self,
+        stories: list[IncidentStory],
+        over: bool,
+        rungs: tuple[str, ...],
+        nodes: tuple[str, ...],
+        trail: tuple[str, ...] = (),
+    ) -> str:
         if not stories:
             return "it was not detected"
         if not over:
@@ -377,6 +386,9 @@ class Demo:
             return f"the mechanism was {closed.mechanism}, not {' or '.join(rungs)}"
         if closed.nodes != nodes:
             return f"evicted were {', '.join(closed.nodes) or 'none'}, not {', '.join(nodes) or 'none'}"
+        taken = tuple(made.rung for made in stories[0].decisions)
+        if trail and taken != trail:
+            return f"it came to that by {', '.join(taken)}, not by {', '.join(trail)}"
         return ""
 
     async def _echo_storm(self) -> None:
@@ -452,7 +464,7 @@ class Demo:
 
     def _nobody(self, score: Score, before: set[str]) -> None:
         new = [s for i, s in self.watch.incidents.items() if i not in before]
-        acted = [d for s in new for d in s.decisions if d.rung in ("evict", "reattempt", "hand_over")]
+        acted = [d for s in new for d in s.decisions]  # a job that is stopped to be tested lost its time, too
         if new:
             score.detected_s = (new[0].opened_ns - score.injected_ns) / NS
             score.mechanism = new[0].mechanism

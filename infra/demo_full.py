@@ -20,6 +20,7 @@ from infra.clock import wall_ns
 from infra.demo import FAULT_S_MAX, JOB, POLICY, Demo, DemoFailed, Score
 from infra.jetstream import JetStreamLog
 from infra.pipeline import say as tell
+from infra.watch import IncidentStory
 
 STANDBYS = ("standby-0", "standby-1", "standby-2", "standby-3")
 
@@ -108,12 +109,21 @@ class FullDemo(Demo):
     async def _loader_stuck(self) -> None:
         victim = self._node_of_rank(2)
         score = self._new("a data-loader worker stuck in a lock, in evaluation", f"stacks, evict {victim}")
+        before, phases = set(self.watch.incidents), list[str]()
         held = await asyncio.to_thread(_hold, self.told / "lock-2")
+
+        async def hangs() -> None:
+            """The fault is there already: what is waited for is the phase that it is seen in."""
+            if await self._until(lambda: bool(set(self.watch.incidents) - before), FAULT_S_MAX, score.fault):
+                phases.append(self.watch.jobs[JOB].phase)
+
         try:
-            await self._break(score, "aggregate_stacks", (victim,), _nothing)
+            await self._break(score, "aggregate_stacks", (victim,), hangs)
         finally:
             held.close()
             (self.told / "lock-2").unlink()
+        if not score.missed and phases != ["evaluation"]:
+            score.missed = f"it hung in phase {', '.join(phases)}, not in the evaluation"
         await self._steady()
 
     async def _slow_node(self) -> None:
@@ -121,15 +131,19 @@ class FullDemo(Demo):
         score = self._new(f"{victim} slow in its compute", f"five rounds of stacks, evict {victim}")
         await self._steady(40)  # it must have a recent past to be slower than
         await self._break(score, "aggregate_stacks", (victim,), lambda: self._tell(f"slow-{victim}", "0.4"))
+        if not score.missed and "of 5 rounds of stacks" not in score.note:
+            score.missed = f"it was not voted for in five rounds: {score.note}"
         await self._steady()
 
     async def _type_error(self) -> None:
-        await self._bad_revision("a revision that raises TypeError", TYPE_ERROR)
+        await self._bad_revision("a revision that raises TypeError", TYPE_ERROR, "TypeError")
 
     async def _silent_exit(self) -> None:
-        await self._bad_revision("a revision that ends without a traceback", SILENT_EXIT)
+        rungs = ("diagnose", "reattempt", "roll_back")
+        await self._bad_revision("a revision that ends without a traceback", SILENT_EXIT, "without a culprit", rungs)
 
-    async def _bad_revision(self, fault: str, change: tuple[str, str]) -> None:
+    async def _bad_revision(self, fault: str, change: tuple[str, str], why: str, trail: tuple[str, ...] = ()) -> None:
+        """`why`: words that the reason of the rollback must have; `trail`: the rungs that lead to it."""
         if not await self._until(lambda: bool(self.watch.fleet.jobs[JOB].stable), 60, "a stable revision"):
             raise DemoFailed("no revision proved stable within 60 s")
         good = self.watch.fleet.jobs[JOB].stable
@@ -139,9 +153,11 @@ class FullDemo(Demo):
         assert change[0] in text
         script.write_text(text.replace(*change))
         bad = await demo_code.commit(self.code, fault)
-        await self._break(score, "roll_back", (), lambda: self._restart(fault, bad))
+        await self._break(score, "roll_back", (), lambda: self._restart(fault, bad), trail=trail)
         if not score.missed and self.watch.fleet.jobs[JOB].revision != good:
             score.missed = f"it runs {self.watch.fleet.jobs[JOB].revision[:8]}, not {good[:8]}"
+        if not score.missed and why not in score.note:
+            score.missed = f"it was rolled back for another reason: {score.note}"
         script.write_text(text)
         await demo_code.commit(self.code, "as it was")
         await self._steady()
@@ -149,16 +165,24 @@ class FullDemo(Demo):
     async def _wrong_numbers(self) -> None:
         victim = self._node_of_rank(2)
         score = self._new(f"{victim} flips a bit in the job's matmul", f"tests or replays name {victim}")
-        step = self.step()
+        before = set(self.watch.incidents)
         await self._break(score, ("diagnose", "group_test"), (victim,), lambda: self._tell(f"flip-{victim}", ""))
-        restored = max((s.closed.step_restored for s in self.watch.incidents.values() if s.closed), default=-1)
-        if not score.missed and restored > step + 20:
-            score.missed = f"restored at {restored}, after the first wrong step"
+        if not score.missed:
+            score.missed = self._restored_rightly(next(s for i, s in self.watch.incidents.items() if i not in before))
         await self._steady()
+
+    @staticmethod
+    def _restored_rightly(story: IncidentStory) -> str:
+        """Why what was restored is not from before the first evidence; '' if it is."""
+        below = story.decisions[-1].restore_below_step
+        if story.closed is None or below < 0:
+            return "no step was named below which it is restored"
+        restored = story.closed.step_restored
+        return "" if 0 <= restored < below else f"restored at {restored}, and from step {below} on it was computed wrongly"
 
     async def _reset_once(self) -> None:
         score = self._new("a connection reset, once", "tests pass, reattempt")
-        await self._break(score, "reattempt", (), lambda: self._tell("reset-1", ""))
+        await self._break(score, "reattempt", (), lambda: self._tell("reset-1", ""), trail=("diagnose", "reattempt"))
         await self._steady()
 
     async def _spike(self) -> None:
@@ -201,7 +225,7 @@ class FullDemo(Demo):
         stories = [s for i, s in self.watch.incidents.items() if i not in before]
         if stories:
             self._fill(score, stories[-1], step)
-        score.missed = self._judge_hand_over(score, over, step)
+        score.missed = self._judge_hand_over(score, over, step, stories)
         (self.told / f"index-{step}").unlink()
         attempt = self.watch.fleet.jobs[JOB].attempt
         await self._restart("the batch is mended")
@@ -211,7 +235,8 @@ class FullDemo(Demo):
         self._close(score)
         await self._steady(6)
 
-    def _judge_hand_over(self, score: Score, over: bool, step: int) -> str:
+    @staticmethod
+    def _judge_hand_over(score: Score, over: bool, step: int, stories: list[IncidentStory]) -> str:
         if not over:
             return "it was not handed over in time"
         said = score.note
@@ -219,18 +244,16 @@ class FullDemo(Demo):
             return f"the hand-over does not name the exception: {said}"
         if f"step {step - 1}" not in said and f"step {step}" not in said:
             return f"the hand-over does not name step {step}: {said}"
-        new = list(self.watch.incidents.values())[-1]
-        acted = [d.rung for d in new.decisions if d.rung in ("evict", "roll_back") and not d.vetoed]
-        return f"it led to {acted[0]}" if acted else ""
+        made = [d for story in stories for d in story.decisions if not d.vetoed]
+        acted = [d.rung for d in made if d.rung in ("evict", "roll_back") or d.nodes]
+        if acted:
+            return f"it led to {acted[0]}"
+        return "" if any(d.rung == "reattempt" for d in made) else "no attempt was used up before it"
 
     # -- breaking things ---------------------------------------------------------------------------------------------------
 
     async def _tell(self, name: str, text: str) -> None:
         (self.told / name).write_text(text)
-
-
-async def _nothing() -> None:
-    """The fault is there already."""
 
 
 def _hold(path: Path) -> IO[str]:

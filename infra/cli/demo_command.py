@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     def demo(
         out: Annotated[Path | None, typer.Option("--out", help="Where the demo keeps its state and leaves its recording [default: a new folder in the temporary one]")] = None,
         real_kmsg: Annotated[bool, typer.Option("--real-kmsg", help="Write the GPU's loss into this machine's own kernel ring (root)")] = False,
-        full: Annotated[bool, typer.Option("--full", help="The whole ladder: hangs, a slow node, bad revisions, wrong numbers (about 10 minutes; needs git)")] = False,
+        full: Annotated[bool, typer.Option("--full", help="The whole ladder: hangs, a slow node, bad revisions, wrong numbers (3 to 8 minutes; needs git)")] = False,
         json: JsonOption = False,
     ) -> None:  # fmt: skip
         """Break a real training job, one fault after another, and watch it come back. Exits with 1 if any fault was not handled as the policy says."""
@@ -85,8 +85,13 @@ def finish(demo: Demo, replayed: dict[str, Any], problem: str, as_json: bool) ->
     missed = [f"{score.fault}: {score.missed}" for score in demo.scores if score.missed]
     if problem:
         missed.append(problem)
+    if not replayed and not problem:
+        missed.append("nothing was recorded, so that nothing could be replayed")
     if replayed and not replayed["identical"]:
         missed.append("the replay is not identical")
+    unseen = [f"{stream} ({stage['why']})" for stream, stage in replayed.get("signals", {}).items() if not stage["checked"]]
+    if unseen:
+        missed.append(f"not all was replayed: {', '.join(unseen)}")
     if as_json:
         show_json(
             {
