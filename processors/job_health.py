@@ -115,7 +115,8 @@ class JobDetector:
         return out
 
     def load(self, key: str, value: Any) -> JobState:
-        changes = dict(value)
+        # An earlier version did not tell when a step was finished: not since the attempt began, or each long one would hang.
+        changes = {"stepped_ns": value.get("moved_ns", 0), **value}
         if "ranks" in changes:
             changes["ranks"] = ranks_.load(changes["ranks"])
         if "larger" in changes:

@@ -121,6 +121,8 @@ class PaceHealth:
 
     def load(self, key: str, value: Any) -> PaceState:
         changes = dict(value)
+        if "step" in changes:  # an earlier version's, which did not tell when the rank was heard last
+            changes["voice"] = (changes.pop("voice"), changes.pop("step"), changes.get("looked_ns", 0))
         if "own" in changes:
             nodes, own = changes["own"]["nodes"], changes["own"]["rows"]
             chunks: list[list[Own | None]] = []

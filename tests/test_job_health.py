@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from events.incident import EvidenceMissing, JobFinished, ProgressNoted, Signal, SignalCleared
 from events.network import LinkTraffic
 from events.training import StepSample, TrainingProgress
-from processors.detector import Outgoing
+from processors.detector import Outgoing, PartitionFold
 from processors.job_health import JobDetector
 from processors.policy import Detectors, PhaseLimits
 from tests.telemetry import Story, facts, ns, told
@@ -602,6 +603,22 @@ def test_phases_that_come_and_go_without_a_step_are_a_hang_in_the_end() -> None:
     assert of(SignalCleared, story) == []
     running(story, 80, 90, step=60)
     assert len(of(SignalCleared, story)) == 1 and len(of(Signal, story)) == 1
+
+
+def test_a_state_that_an_earlier_version_stored_is_no_hang() -> None:
+    """It did not tell when a step was finished last."""
+    story = running(begun(), 1, 90)
+    story.adopt(89.6, Detectors(hang=LIMITS.hang.model_copy(update={"stepless_s": 60.0})))
+    fold = PartitionFold(JOB)
+    for record in story.records:
+        fold.feed(record)
+    stored = {name: value for name, value in JOB.dump(fold.keys["gpt"].state).items() if name != "stepped_ns"}
+    fold.keys["gpt"].state = JOB.load("gpt", json.loads(json.dumps(stored)))
+    before = len(story.records)
+    ticks(story, 90, 100)
+    running(story, 100, 105, step=90)
+    told_after = [out.event.data for record in story.records[before:] for out in fold.feed(record)[0]]
+    assert not [fact for fact in told_after if isinstance(fact, Signal)]
 
 
 def test_many_evaluations_one_after_another_are_no_hang() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -201,6 +202,22 @@ def test_the_state_survives_its_own_text() -> None:
     state = fold.keys["gpt"].state
     assert state.suspects and state.past and state.own and state.clocks
     assert PACE.load("gpt", PACE.dump(state)) == state
+
+
+def test_a_state_that_an_earlier_version_stored_goes_on() -> None:
+    """It knew the rank that is followed, and its last step, by their numbers."""
+    story = begun()
+    at_s = train(story, 200, lambda i: 2.0 * noise(i))
+    before = len(story.records)
+    train(story, 60, lambda i: 2.4 * noise(i), first=200, at_s=at_s)
+    fold = PartitionFold(PACE)
+    for record in story.records[:before]:
+        fold.feed(record)
+    state = fold.keys["gpt"].state
+    stored = {**PACE.dump(state), "voice": state.voice.rank, "step": state.voice.step}
+    fold.keys["gpt"].state = PACE.load("gpt", json.loads(json.dumps(stored)))
+    outs = [out for record in story.records[before:] for out in fold.feed(record)[0]]
+    assert [(out.event.data.rule, out.event.data.confidence) for out in outs] == [("pace_decline", "high")]
 
 
 def said(story: Story, at_s: float, rank: int, sample: StepSample, attempt: int = 1, **more: Any) -> None:
