@@ -207,24 +207,26 @@ class _Counted:
 
     def __init__(self, from_the_first: bool) -> None:
         self._from_the_first = from_the_first
-        self._enqueued: Counter[tuple[int, int]] = Counter()
+        self._enqueued: list[tuple[int, int]] = []
         self._done: Counter[tuple[int, int]] = Counter()
-        self._last: dict[str, tuple[int, dict[tuple[int, int], int]]] = {}
+        #: Of each group the last completed collective, and how many transfers were enqueued before it.
+        self._last: dict[str, tuple[int, int]] = {}
 
     def transfer(self, peer: int, sent: bool, completed: bool) -> None:
-        self._enqueued[peer, int(sent)] += 1
+        self._enqueued.append((peer, int(sent)))
         self._done[peer, int(sent)] += completed
 
     def collective(self, name: str, seq: int) -> None:
-        self._last[name] = (seq, dict(self._enqueued))
+        self._last[name] = (seq, len(self._enqueued))
 
     def of(self, name: str) -> dict[str, Any]:
         if name not in self._last and not self._from_the_first:
             return {}
-        seq, before = self._last.get(name, (0, {}))  # collectives count from 1
+        seq, at = self._last.get(name, (0, 0))  # collectives count from 1
+        before = Counter(self._enqueued[:at])
         # Completed after it, less pending before it, is all completed less all that was enqueued before it.
-        since = ((*key, count - before.get(key, 0)) for key, count in sorted(self._done.items()))
-        return {"done": max(-1, seq), "since": tuple(entry for entry in since if entry[2])[:PEERS_MAX]}
+        since = tuple((*key, count - before[key]) for key, count in sorted(self._done.items()) if count != before[key])
+        return {"done": max(-1, seq), "since": since} if len(since) <= PEERS_MAX else {}  # a part of it would be taken for all
 
 
 def _table(value: Any) -> Mapping[Any, Any]:

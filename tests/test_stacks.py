@@ -388,6 +388,31 @@ def test_numbers_in_text_are_numbers_or_text(process: str, line: str, read: str 
         assert py_spy.processes(raw, 0)[0].threads == (read or f"f ({f'a.py:{line}'[-160:]})",)
 
 
+def test_transfers_to_very_many_peers_take_no_time() -> None:
+    """Counted anew for each collective they would take minutes."""
+    group = {"process_group": ["0", "default_pg"], "state": "completed"}
+    sends = [{"record_id": n, "profiling_name": f"nccl:send 0->{n}", **group} for n in range(90_000)]
+    steps = [
+        {"record_id": 90_000 + n, "profiling_name": "nccl:all_reduce", "collective_seq_id": n, **group} for n in range(90_000)
+    ]
+    begun_s = time.monotonic()
+    assert recording({"entries": sends + steps}).groups[0].done == 89_999
+    assert time.monotonic() - begun_s < 5
+
+
+def test_of_more_peers_than_are_kept_nothing_is_counted() -> None:
+    """One that was left out would be taken for one to which nothing was sent."""
+    entries = [
+        {"profiling_name": "nccl:all_reduce", "collective_seq_id": 1},
+        *({"profiling_name": f"nccl:send 0->{n}"} for n in range(1, 66)),
+    ]
+    entries = [
+        {"record_id": n, "process_group": ["0", "default_pg"], "state": "completed", **entry} for n, entry in enumerate(entries)
+    ]
+    counted = [recording({"entries": entries[:length]}).groups[0] for length in (65, 66)]
+    assert [(len(group.since), group.done) for group in counted] == [(64, 1), (0, -1)]
+
+
 def test_names_of_templates_in_templates_take_no_time() -> None:
     """A pass over the name for each level of a hundred thousand would take an hour."""
     deep = "<" * 100_000 + ">" * 100_000
