@@ -39,14 +39,17 @@ from processors.state import (
     counted,
     lost_standbys,
     more_spares,
+    stands,
+    usable_standbys,
     with_incident,
+    with_trouble,
+    without_trouble,
 )
 
 #: The longest window that a policy can give a budget: what is older counts for none.
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
 
 
-BEGUN = ("stopping", "examining", "starting", "confirming")
 #: As events hold it.
 FAILED = Situation.FAILED.name.lower()
 
@@ -94,17 +97,17 @@ def _judged(fleet: Fleet, event: Told, data: EvidenceJudged) -> Fleet:
     if job is None:
         return fleet
     silent = data.symptom == "node_silent"
+    trouble = Trouble(data.symptom, data.seen_ns, event.time)
     if data.verdict == "not_in_job":
         if silent or data.confidence == "high":
-            return fleet.put(job._replace(unfit={**job.unfit, data.node: data.symptom}))
+            return fleet.put(job._replace(unfit=with_trouble(job.unfit, data.node, trouble)))
         return fleet
-    trouble = Trouble(data.symptom, data.seen_ns, event.time)
     new = data.node in job.by_node and data.node not in job.silent
     if silent and data.verdict in ("attached", "recorded") and data.node in job.by_node:
         job = job._replace(silent={**job.silent, data.node: trouble})
         fleet = fleet.put(job)
     if data.verdict == "recorded" and ails(data.symptom, data.confidence) and data.node in job.by_node:
-        fleet = fleet.put(job := job._replace(ailing={**job.ailing, data.node: trouble}))
+        fleet = fleet.put(job := job._replace(ailing=with_trouble(job.ailing, data.node, trouble)))
     if data.symptom in METRICS and data.confidence == "high" and data.verdict in ("attached", "ended_attempt", "recorded"):
         fleet = fleet.put(job := _poisoned(job, data))
     incident = job.incident
@@ -185,6 +188,8 @@ def _decided(fleet: Fleet, event: Told, data: DecisionMade) -> Fleet:
         return fleet
     job = job._replace(ordinal=data.ordinal)
     acts = not data.vetoed and data.mode != "observe"
+    if "no_standby" in (data.vetoed, data.reason):
+        job = job._replace(too_few=len(usable_standbys(fleet, job)))
     if job.incident is not None and data.incident == job.incident.id:
         job = with_incident(job, **_answer(fleet, job.incident, event.time, data, acts))
     if data.rule == "override":
@@ -220,7 +225,7 @@ def _wanting(job: Job, data: DecisionMade) -> Job:
         return job
     if not plan.incident:
         return job._replace(lacking=job.lacking or "operator_restart")
-    if incident is None or not (plan.failed or plan.overdue or plan.stage in BEGUN):
+    if incident is None or not (plan.failed or plan.overdue or plan.begun):
         return job
     finding = plan.failed or ("it came too late" if plan.overdue else "a standby was lost on the way")
     return with_incident(job, going_on=FAILED, suspects=(), finding=finding)
@@ -309,9 +314,8 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
     elif plan is not None and plan.decision == data.decision and data.verb != "notify":
         earlier = plan.stage if plan.stage in ("starting", "confirming") else "stopping"  # an eviction that is issued anew
         stage, step = STAGES.get(data.verb, earlier), (data.verb, data.node)
-        refused = tuple(one for one in plan.refused if one != step)
         plan = _instead(fleet, job, plan, data) if data.verb == "wake_standby" else plan
-        job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: step}, stage=stage, refused=refused))
+        job = job._replace(plan=plan._replace(pending={**plan.pending, data.key: step}, stage=stage, refused=()))
     if data.verb == "evict_node":
         if data.node not in job.evicted:
             place = next((p for p in (*job.places, *job.standbys) if p.node == data.node), Place(node=data.node))
@@ -322,7 +326,7 @@ def _intent(fleet: Fleet, event: Told, data: IntentIssued) -> Fleet:
             fleet = fleet._replace(evictions=(*recent, eviction), bad_serials=bad)
             job = job._replace(
                 evicted={**job.evicted, data.node: event.time},
-                ailing={node: what for node, what in job.ailing.items() if node != data.node},
+                ailing=without_trouble(job.ailing, data.node),
             )
             if fleet.policy.decider.examine_s > 0:
                 rule, machines = (plan.rule, len(plan.nodes)) if plan else ("", 1)
@@ -338,7 +342,8 @@ def _instead(fleet: Fleet, job: Job, plan: Plan, data: IntentIssued) -> Plan:
     lost = lost_standbys(fleet, job, plan)
     if data.node in plan.standbys or not lost:
         return plan
-    return plan._replace(standbys=tuple(data.node if node == lost[0] else node for node in plan.standbys))
+    pending = {key: step for key, step in plan.pending.items() if step != ("wake_standby", lost[0])}  # not waited for any more
+    return plan._replace(standbys=tuple(data.node if node == lost[0] else node for node in plan.standbys), pending=pending)
 
 
 def _started(job: Job, data: IntentIssued, time_ns: int) -> Job:
@@ -356,12 +361,10 @@ def _started(job: Job, data: IntentIssued, time_ns: int) -> Job:
     if data.revision:
         job = _runs(job, data.revision)
     job = job if places == job.places else job.at(places)
-    if unheard := [
-        node for node in used if job.unfit.get(node) == "node_silent"
-    ]:  # as standbys; it is silence of the job's own now
-        silent = {node: Trouble("node_silent", time_ns, time_ns) for node in unheard}
-        unfit = {node: why for node, why in job.unfit.items() if node not in silent}
-        job = job._replace(silent={**job.silent, **silent}, unfit=unfit)
+    for node in (place.node for place in places if stands(job.unfit, place.node, "node_silent")):
+        # As a standby; it is silence of the job's own now.
+        silent = {**job.silent, node: Trouble("node_silent", time_ns, time_ns)}
+        job = job._replace(silent=silent, unfit=without_trouble(job.unfit, node, "node_silent"))
     if job.incident is None:
         return job
     # What was settled is settled of the attempt before: new trouble is looked at anew.
@@ -416,11 +419,10 @@ def _machine_judged(fleet: Fleet, event: Told, data: MachineJudged) -> Fleet:
     bad = {serial: node for serial, node in fleet.bad_serials.items() if serial != place.serial}
     evicted = {node: at for node, at in job.evicted.items() if node != data.node}
     standbys = (*(spare for spare in job.standbys if spare.node != data.node), place)
-    job = job._replace(
-        evicted=evicted, out=job.out - {data.node}, standbys=standbys,
-        unfit={node: why for node, why in job.unfit.items() if node != data.node},
-    )  # fmt: skip
-    return fleet._replace(bad_serials=bad).put(more_spares(job))
+    unfit = without_trouble(job.unfit, data.node)
+    job = job._replace(evicted=evicted, out=job.out - {data.node}, standbys=standbys, unfit=unfit)
+    fleet = fleet._replace(bad_serials=bad)
+    return fleet.put(more_spares(fleet, job))
 
 
 DECIDED: Mapping[type, Callable[[Fleet, Told, Any], Fleet]] = {

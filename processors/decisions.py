@@ -48,7 +48,7 @@ def decision(
 
 def evict(fleet: Fleet, job: Job, incident: Incident, base: Base, situation: Situation, node: str) -> list[Fact]:
     """A machine is to go: with it, those whose going was decided in this recovery and may not have come to pass."""
-    trouble = incident.named.get(node) or job.silent.get(node) or job.ailing[node]
+    trouble = incident.named.get(node) or job.silent.get(node) or job.borne[node]
     why = f"{situation.value}: {node} ({trouble.symptom})"
     return out(fleet, job, incident, base, rule_of(situation, "evict"), situation, (node,), why)
 

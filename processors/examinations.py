@@ -18,7 +18,7 @@ from events.job import Mode
 from processors import diagnosis, group_test, parallel_groups
 from processors.decisions import Base, cut, decision, intent, restore_below
 from processors.ladder import EXAMINATIONS, Situation
-from processors.state import REFUSED, Fleet, Job, Plan, with_incident
+from processors.state import Fleet, Job, Plan, with_incident
 
 SLOW, METRIC = Situation.SLOW.name.lower(), Situation.METRIC.name.lower()
 
@@ -142,7 +142,12 @@ def examine(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
     """Machines that were evicted are examined once nothing is open: the recovery comes first."""
     if not job.unexamined or job.incident is not None or job.plan is not None or fleet.held(job.name):
         return []
-    node, (incident, rule, machines) = next(iter(job.unexamined.items()))
+    node = next(
+        (node for node in job.unexamined if fleet.owners.get(node, job.name) == job.name), ""
+    )  # else it is another job's by now
+    if not node:
+        return []
+    incident, rule, machines = job.unexamined[node]
     rules = fleet.policy.decider
     # It waits for no yes: nobody uses the machine.
     mode: Mode = "observe" if fleet.policy.mode_of("examine_evicted") == "observe" else "auto"
@@ -161,9 +166,7 @@ def examine(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
 def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list[Fact]:
     """What an examination of an evicted machine comes to."""
     of = job.examined.get(outcome.key)
-    if of is None:
-        return []
-    if outcome.result in REFUSED:  # it is to be examined still
+    if of is None:  # or it was refused, and is to be examined still
         return []
     node, incident, rule, machines = of
     verdict: Verdict = "unproven"

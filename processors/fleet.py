@@ -41,6 +41,8 @@ from processors.state import (
     Trouble,
     more_spares,
     with_incident,
+    with_trouble,
+    without_trouble,
 )
 
 __all__ = ["NAMING", "Eviction", "Fleet", "Incident", "Job", "Plan", "Trouble", "evolve", "refusal"]
@@ -141,12 +143,15 @@ def _again(known: Job, job: Job) -> Job:
     elif known.poisoned and old:
         before = dict([*before.items(), (old, known.poisoned)][-FOLDERS_MAX:])
     nodes = {place.node for place in (*job.places, *job.standbys)}
+    unfit = known.unfit
+    for node, trouble in known.silent.items():
+        unfit = with_trouble(unfit, node, trouble)
     looked_at = {*known.unexamined, *(of[0] for of in known.examined.values())} - nodes
     return job._replace(
         attempt=known.attempt, epoch=known.epoch, ordinal=known.ordinal, revisions=revisions, stable=known.stable,
         poisoned=poisoned, poisoned_before=before,
         kept={node: until for node, until in known.kept.items() if node in nodes},
-        unfit={node: why for node, why in {**known.unfit, **dict.fromkeys(known.silent, "node_silent")}.items() if node in nodes},
+        unfit={node: why for node, why in unfit.items() if node in nodes},
         silent={node: trouble for node, trouble in known.silent.items() if node in job.by_node},
         evicted={node: at for node, at in known.evicted.items() if node in looked_at}, out=known.out & looked_at,
         unexamined={node: of for node, of in known.unexamined.items() if node in looked_at},
@@ -159,19 +164,18 @@ def _standby(fleet: Fleet, event: Told, data: StandbyAdded) -> Fleet:
     if job is None or data.place.node in job.by_node or (data.place.serial and data.place.serial in fleet.bad_serials):
         return fleet
     node = data.place.node
-    if any(place.node == node for place in job.standbys):  # a person says that it is well
-        return fleet.put(more_spares(job._replace(unfit={one: why for one, why in job.unfit.items() if one != node})))
-    owner = fleet.jobs.get(fleet.owners.get(data.place.node, ""))
-    if owner is not None and owner is not job and data.place.node in owner.by_node and owner.wanted == "running":
+    owner = fleet.jobs.get(fleet.owners.get(node, ""))
+    if owner is not None and owner is not job and node in owner.by_node and owner.wanted == "running":
         return fleet
-    job = job._replace(  # one that was evicted and is brought back by a person is a machine like any other
-        standbys=(*job.standbys, data.place), out=job.out - {node},
+    known = next((place for place in job.standbys if place.node == node), None)
+    job = job._replace(  # a person says that it is well: also one that was evicted is a machine like any other
+        standbys=job.standbys if known else (*job.standbys, data.place), unfit=without_trouble(job.unfit, node), out=job.out - {node},
         evicted={one: at for one, at in job.evicted.items() if one != node},
         unexamined={one: of for one, of in job.unexamined.items() if one != node},
         examined={key: of for key, of in job.examined.items() if of[0] != node},
     )  # fmt: skip
-    job = more_spares(job)
-    return fleet.with_machines(data.job, (data.place,)).put(job)
+    fleet = fleet.with_machines(data.job, (known or data.place,))
+    return fleet.put(more_spares(fleet, job))
 
 
 def _hold(fleet: Fleet, event: Told, data: HoldPlaced) -> Fleet:
@@ -245,15 +249,12 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
     job = fleet.jobs.get(name)
     if job is None:
         return fleet
-    if data.node in job.unfit and job.unfit[data.node] == data.symptom:
-        job = more_spares(job._replace(unfit={key: value for key, value in job.unfit.items() if key != data.node}))
+    job = job._replace(unfit=without_trouble(job.unfit, data.node, data.symptom))
     if data.symptom == "node_silent":
         job = job._replace(silent={key: value for key, value in job.silent.items() if key != data.node})
-        if any(place.node == data.node for place in job.standbys):
-            job = more_spares(job)
     elif data.symptom == "job_hang" and event.attempt == job.attempt:
-        if job.plan and job.plan.stage == "awaiting" and job.incident and not (job.incident.crashed or job.incident.named):
-            job = job._replace(plan=None)  # it moves again: the restart that waits for a yes is not wanted any more
+        if job.incident and not (job.incident.crashed or job.incident.named):
+            job = _not_begun(job)  # it moves again
         if job.plan and not job.plan.ends_attempt and job.incident and not job.incident.named:
             job = job._replace(plan=None)  # nor are stacks of it
         job = with_incident(job, stall=False, hung=False)
@@ -263,9 +264,19 @@ def _cleared(fleet: Fleet, event: Told, data: SignalCleared) -> Fleet:
         job = with_incident(job, slow=False)
     elif data.symptom in METRICS and event.attempt == job.attempt:
         job = _metric_over(fleet, job, data)
-    elif data.node in job.ailing and data.symptom == job.ailing[data.node].symptom:
-        job = job._replace(ailing={key: value for key, value in job.ailing.items() if key != data.node})
+    else:
+        job = job._replace(ailing=without_trouble(job.ailing, data.node, data.symptom))
+    if any(place.node == data.node for place in job.standbys):
+        job = more_spares(fleet, job)
     return fleet.put(job)
+
+
+def _not_begun(job: Job) -> Job:
+    """Without what the incident's plan would do, if that waits for a yes, or after it for the end of a hold: it is not wanted any more."""
+    if job.plan is None or not job.plan.incident or job.plan.begun:
+        return job
+    job = job._replace(plan=None)
+    return with_incident(job, rung="none") if job.incident and not job.incident.nodes_out else job
 
 
 def _metric_over(fleet: Fleet, job: Job, data: SignalCleared) -> Job:
@@ -279,8 +290,8 @@ def _metric_over(fleet: Fleet, job: Job, data: SignalCleared) -> Job:
         return job
     poison = poison._replace(of=poison.of - over)
     if not poison.of:
-        if job.plan and job.plan.stage == "awaiting" and job.plan.situation == METRIC:
-            job = job._replace(plan=None)  # what waits for a yes is not wanted any more
+        if job.plan and job.plan.situation == METRIC:
+            job = _not_begun(job)
         poison = poison._replace(last=max(poison.last, job.last_step) + fleet.policy.decider.stable_steps)
     return job._replace(poisoned=poison)
 
@@ -331,7 +342,7 @@ def _finished(fleet: Fleet, event: Told, data: JobFinished) -> Fleet:
     return fleet.put(job._replace(wanted="finished", last_step=max(data.step, job.last_step)))
 
 
-#: So often the steps of a plan are issued anew.
+#: So often the steps of a plan that were refused are issued anew, all together.
 REFUSALS_MAX = 4
 
 
@@ -340,7 +351,8 @@ def _refused(plan: Plan, key: str) -> Plan:
     verb, node = plan.pending[key]
     pending = {other: step for other, step in plan.pending.items() if other != key}
     again, stage = ((verb, node), plan.stage) if verb != "start_attempt" else (("stop_attempt", ""), "stopping")
-    return plan._replace(pending=pending, stage=stage, refused=(*plan.refused, again), refusals=plan.refusals + 1, deadline="")
+    refusals = plan.refusals + (not plan.refused)
+    return plan._replace(pending=pending, stage=stage, refused=(*plan.refused, again), refusals=refusals, deadline="")
 
 
 def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
@@ -358,7 +370,7 @@ def _outcome(fleet: Fleet, event: Told, data: OutcomeRecorded) -> Fleet:
     plan = job.plan
     if plan is None or data.key not in plan.pending:
         return fleet.put(job)
-    if data.result in REFUSED and plan.refusals < REFUSALS_MAX:
+    if data.result in REFUSED and (plan.refused or plan.refusals < REFUSALS_MAX):
         return fleet.put(job._replace(plan=_refused(plan, data.key)))
     if data.verb in EXAMINED_BY:
         return fleet.put(concluded(fleet, job, plan, data))

@@ -82,7 +82,7 @@ def _taken_back(fleet: Fleet, job: Job, node: str) -> tuple[Fleet, Job]:
     """An eviction that was issued, and refused without a try: as if it had not been decided."""
     if node not in job.evicted:
         return fleet, job
-    place = job.by_node.get(node)
+    place = fleet.machines.get(node)
     mine = [e for e in fleet.evictions if e.job == job.name and e.node == node][-1:]
     fleet = fleet._replace(
         evictions=tuple(e for e in fleet.evictions if e not in mine),

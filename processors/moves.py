@@ -31,7 +31,7 @@ from processors.ladder import Situation, rule_of
 from processors.overrides import overridden
 from processors.remedies import answer, go_on, looks_first
 from processors.shared_cause import causes, uncovered
-from processors.state import IN_TROUBLE_ONLY, Fleet, Incident, Job
+from processors.state import Fleet, Incident, Job
 
 Rule = Callable[[Fleet, Job, Base], list[Fact]]
 
@@ -134,8 +134,7 @@ def _evict(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return []
     suspects = [(Situation.NAMED, incident.named)]
     if incident.crash or incident.stall:  # what was borne while it went on names its machine now
-        hung = {node: trouble for node, trouble in job.ailing.items() if trouble.symptom in IN_TROUBLE_ONLY}
-        suspects.append((Situation.NAMED, hung))
+        suspects.append((Situation.NAMED, job.borne))
     if _second_channel(job, incident):
         suspects.append((Situation.SILENT, job.silent))
     settled, waits = "shared_window" in incident.due, False

@@ -24,13 +24,18 @@ def carry_on(fleet: Fleet, job: Job, base: Base) -> list[Fact]:
         return _begin(fleet, job, plan, base)
     if plan.refused:
         return _again(fleet, job, plan, base)
-    if plan.stage in UNDER_WAY and not plan.deadline:  # it passed while a hold stood
+    if plan.begun and not plan.deadline:  # it passed while a hold stood
         return [_deadline(fleet, job, plan, base)]
     if plan.stage == "stopping" and (facts := _instead(fleet, job, plan, base)):
         return facts
     if plan.stage == "stopping" and not plan.stop_only and _may_start(job, plan):
-        return [look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base)]
+        return [_look_or_start(fleet, job, plan, base)]
     return []
+
+
+def _look_or_start(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
+    """What comes when all is stopped."""
+    return look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base)
 
 
 def _instead(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
@@ -70,7 +75,7 @@ def _begin(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
     facts += [_evict(fleet, job, plan, base, node) for node in plan.nodes if node not in job.out]
     facts += [_wake(fleet, job, plan, base, node) for node in plan.standbys]
     if not any(isinstance(fact, IntentIssued) for fact in facts) and not plan.stop_only:
-        facts.append(look(fleet, job, plan, base) if plan.rung in EXAMINATIONS else _start(fleet, job, plan, base))
+        facts.append(_look_or_start(fleet, job, plan, base))
     return facts
 
 
@@ -99,18 +104,18 @@ def _again(fleet: Fleet, job: Job, plan: Plan, base: Base) -> list[Fact]:
         if verb == "stop_attempt":
             if not job.ended:  # a start was refused: it may have been begun
                 facts.append(AttemptEnded(job=job.name, attempt=job.attempt, reason="stopped", **base))
-            facts += _stop(fleet, job, plan, base) or [_start(fleet, job, plan, base)]
+            facts += _stop(fleet, job, plan, base)
         elif verb == "evict_node":
             facts.append(_evict(fleet, job, plan, base, node))
         elif verb == "wake_standby":
             facts.append(_wake(fleet, job, plan, base, node))
         else:
             facts.append(look(fleet, job, plan, base))
+    if not any(isinstance(fact, IntentIssued) for fact in facts) and _may_start(
+        job, plan
+    ):  # who was to be stopped is out by now
+        facts.append(_look_or_start(fleet, job, plan, base))
     return facts
-
-
-#: Stages of a plan that was begun.
-UNDER_WAY = ("stopping", "examining", "starting", "confirming")
 
 
 def _deadline(fleet: Fleet, job: Job, plan: Plan, base: Base) -> TimerSet:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from events.clock import NS
 from events.job import Place
 from processors.policy import SharedCauses
-from processors.state import IN_TROUBLE_ONLY, Fleet, Incident, Job, Scope, Trouble, counted, scopes
+from processors.state import Fleet, Incident, Job, Scope, Trouble, counted, scopes
 
 #: What machines have in common, the narrowest page first.
 SCOPES = ("rack", "nvlink_domain", "switch", "fleet")
@@ -59,7 +59,7 @@ def _hung(rules: SharedCauses, job: Job, incident: Incident) -> dict[str, Troubl
     learnt together, however long ago. A driver that is loaded anew on a whole rack hangs for whoever asks it; a switch takes all links."""
     if not job.ailing or not (incident.crash or incident.stall):
         return {}
-    hung = {node: what for node, what in job.ailing.items() if what.symptom in IN_TROUBLE_ONLY and node in job.by_node}
+    hung = job.borne
     since = max((what.learnt_ns for what in hung.values()), default=0) - int(rules.window_s * NS)
     return {node: what for node, what in hung.items() if what.learnt_ns >= since}
 

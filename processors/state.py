@@ -93,6 +93,25 @@ class Trouble(NamedTuple):
     learnt_ns: int
 
 
+#: By node, all that stands of it, in the order in which it was learnt of.
+Troubles = Mapping[str, tuple[Trouble, ...]]
+
+
+def stands(troubles: Troubles, node: str, symptom: str) -> bool:
+    return any(one.symptom == symptom for one in troubles.get(node, ()))
+
+
+def with_trouble(troubles: Troubles, node: str, trouble: Trouble) -> Troubles:
+    others = (one for one in troubles.get(node, ()) if one.symptom != trouble.symptom)
+    return {**troubles, node: (*others, trouble)}
+
+
+def without_trouble(troubles: Troubles, node: str, symptom: str = "") -> Troubles:
+    """Without what is over of a node; no symptom: without the node."""
+    left = tuple(one for one in troubles.get(node, ()) if symptom and one.symptom != symptom)
+    return {key: left if key == node else value for key, value in troubles.items() if key != node or left}
+
+
 class Poison(NamedTuple):
     """Steps that were computed wrongly, `first` to `last`, in `attempt` or before it: no checkpoint of them is restored until a later
     attempt is past them, or this one after all that showed it (`of`: symptom and metric) went away."""
@@ -191,7 +210,8 @@ class Plan(NamedTuple):
     nodes: tuple[str, ...] = ()
     standbys: tuple[str, ...] = ()
     pending: Mapping[str, tuple[str, str]] = {}
-    #: What actuators refused without a try (a hold stood, or it came too late), verb and machine: it is issued anew; and how often.
+    #: What actuators refused without a try (a hold stood, or it came too late), verb and machine: it is issued anew, all together; and how
+    #: often that was.
     refused: tuple[tuple[str, str], ...] = ()
     refusals: int = 0
     #: Standbys that did not wake: others are taken where there are some.
@@ -209,6 +229,11 @@ class Plan(NamedTuple):
     restore_below_step: int = -1
     #: A person's yes to it is good until then (0: for as long as it takes).
     good_until_ns: int = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it is being done, or was."""
+        return self.stage in ("stopping", "examining", "starting", "confirming")
 
     @property
     def ends_attempt(self) -> bool:
@@ -231,8 +256,9 @@ class Job(NamedTuple):
     ordinal: int = 0
     wanted: str = "running"
     request: str = "declared"
-    #: What was asked for and waits for standbys.
+    #: What was asked for and waits for standbys; and how many could be used when last something was given up for want of them.
     lacking: str = ""
+    too_few: int = 0
     incident: Incident | None = None
     lapse: Lapse | None = None
     plan: Plan | None = None
@@ -241,7 +267,7 @@ class Job(NamedTuple):
     out: frozenset[str] = frozenset()
     evicting: Mapping[str, str] = {}
     #: Standbys that are not to be used, and why.
-    unfit: Mapping[str, str] = {}
+    unfit: Mapping[str, tuple[Trouble, ...]] = {}
     #: Nodes that are not heard, also after their incident closed.
     silent: Mapping[str, Trouble] = {}
     confirmed: int = 0
@@ -263,7 +289,7 @@ class Job(NamedTuple):
     poisoned: Poison | None = None
     poisoned_before: Mapping[str, Poison] = {}
     #: Machines that ail, to be replaced at the next restart; and those that a person keeps in, node -> until when (0: for good).
-    ailing: Mapping[str, Trouble] = {}
+    ailing: Mapping[str, tuple[Trouble, ...]] = {}
     kept: Mapping[str, int] = {}
     #: What a person chose in place of the ladder, not yet decided.
     override: OverrideGiven | None = None
@@ -304,6 +330,12 @@ class Job(NamedTuple):
         if poison is None or poison.attempt >= self.attempt or self.ended or self.wanted != "running":
             return False
         return self.last_restored >= poison.first
+
+    @property
+    def borne(self) -> dict[str, Trouble]:
+        """Of the machines that ail, those that name themselves once the job is in trouble."""
+        found = ((node, one) for node, troubles in self.ailing.items() for one in troubles if one.symptom in IN_TROUBLE_ONLY)
+        return {node: one for node, one in found if node in self.by_node}
 
     @property
     def gone(self) -> tuple[str, ...]:
@@ -382,8 +414,11 @@ def lost_standbys(fleet: Fleet, job: Job, plan: Plan) -> tuple[str, ...]:
     return tuple(node for node in plan.standbys if node not in usable and node not in job.by_node)
 
 
-def more_spares(job: Job) -> Job:
-    """There may be enough standbys now for what was given up for want of them: it is decided again, by what is known now."""
+def more_spares(fleet: Fleet, job: Job) -> Job:
+    """There may be enough standbys now for what was given up for want of them: it is decided again, by what is known now. Not where there
+    are no more than there were: one that comes and goes would call a person each time."""
+    if len(usable_standbys(fleet, job)) <= job.too_few:
+        return job
     if job.lacking and job.wanted == "running":
         return job._replace(request=job.request or job.lacking, lacking="")
     incident = job.incident

@@ -26,7 +26,7 @@ from infra.pipeline import say as tell
 from infra.waiting import ago, short_ids, waiting_json
 from infra.watch import Watch
 from tests.nats_fixture import real_bus
-from tests.stories import Story
+from tests.stories import Story, place
 
 JOB = "job gpt nodes a@r1 b@r2 c@r3 d@r4 standbys s@r5 t@r6"
 
@@ -248,14 +248,26 @@ def test_a_hold_is_released_where_it_stands() -> None:
 
 
 def test_a_spare_is_no_machine_that_is_at_work_or_a_spare_already() -> None:
-    watch, _ = played()
-    assert why(lambda: free("a", watch.fleet, "gpt")) == "a is at work in job gpt already"
-    assert why(lambda: free("s", watch.fleet, "gpt")) == "s is a standby of job gpt already"
-    free("z", watch.fleet, "gpt")
-    evicted, _ = played("policy auto", LOST, "+5 progress gpt first attempt=2 step=4")
-    free("c", evicted.fleet, "gpt")  # repaired
-    ill, _ = played("+5 signal disk_fault t confidence=high")
-    free("t", ill.fleet, "gpt")  # and well again
+    def spare(text: str, *lines: str) -> None:
+        free(place(text), played(*lines)[0].fleet, "gpt")
+
+    assert why(lambda: spare("a")) == "a is at work in job gpt already"
+    assert why(lambda: spare("s")) == "s is a standby of job gpt already"
+    spare("z")
+    spare("c", "policy auto", LOST, "+5 progress gpt first attempt=2 step=4")  # repaired
+    spare("t", "+5 signal disk_fault t confidence=high")  # and well again
+    spare("s", "job llm nodes e f g", "standby llm s")  # and back from another job
+
+
+def test_a_machine_that_the_decider_would_not_count_on_is_no_spare() -> None:
+    serial = "job llm nodes e#7 f g standbys u"
+    lost = "+5 signal gpu_unavailable e attempt=1 job=llm confidence=high"
+    fleet = played("policy auto", serial, "+5 progress llm first attempt=1 step=2", lost, "+5")[0].fleet
+    said = "the machine of serial number 7 was evicted, as e; e2 is no standby while that stands"
+    assert why(lambda: free(place("e2#7"), fleet, "gpt")) == said
+    waits = played("policy auto", "actuators silent", LOST)[0].fleet
+    said = "c was evicted from job gpt, and its place waits for another machine"
+    assert why(lambda: free(place("c"), waits, "gpt")) == said
 
 
 def test_an_eviction_that_has_begun_is_not_taken_back_and_one_that_a_hold_refused_is() -> None:

@@ -37,6 +37,7 @@ from infra.pipeline import say as tell
 from infra.watch import Watch
 from processors import policy as policies
 from processors.fleet import Fleet
+from processors.state import usable_standbys
 
 #: Ten years: what lies beyond it has no time that an event can hold.
 HOLD_MINUTES_MAX = 10 * 366 * 24 * 60.0
@@ -104,13 +105,22 @@ def held(fleet: Fleet, name: str) -> None:
         raise Refused(f"no hold stands on {where}" + (f"; one stands on {there}" if there else ""))
 
 
-def free(node: str, fleet: Fleet, name: str) -> None:
-    """Raises Refused for a spare that is at work, or a spare already."""
+def free(place: Place, fleet: Fleet, name: str) -> None:
+    """Raises Refused for a spare that is at work, or a spare already, or by its serial number a machine that was evicted: the decider would
+    not count on it."""
+    node = place.node
+    if place.serial and place.serial in fleet.bad_serials:
+        was = fleet.bad_serials[place.serial]
+        raise Refused(
+            f"the machine of serial number {place.serial} was evicted, as {was}; {node} is no standby while that stands"
+        )
     for job in fleet.jobs.values():
-        at_work = job.wanted == "running" and node in job.by_node
-        waits = node in {place.node for place in job.standbys} and node not in job.evicted and node not in job.unfit
-        if at_work or (job.name == name and waits):
-            raise Refused(f"{node} is {'at work in' if at_work else 'a standby of'} job {job.name} already")
+        if job.wanted == "running" and node in job.by_node:
+            if node in job.evicted:
+                raise Refused(f"{node} was evicted from job {job.name}, and its place waits for another machine")
+            raise Refused(f"{node} is at work in job {job.name} already")
+        if job.name == name and node in {spare.node for spare in usable_standbys(fleet, job)}:
+            raise Refused(f"{node} is a standby of job {job.name} already")
 
 
 def register(app: typer.Typer) -> None:
@@ -157,7 +167,7 @@ def register(app: typer.Typer) -> None:
         place = where.fill(place) if where else place
         _speak(
             home, url, key, json, lambda name: StandbyAdded(job=name, place=place, author=author()), job,
-            f"standby {_plain(node)} of {{of}}", check=partial(free, node),
+            f"standby {_plain(node)} of {{of}}", check=partial(free, place),
         )  # fmt: skip
 
     policy_app = typer.Typer(help="Show, check or adopt the policy.", no_args_is_help=True)
