@@ -234,6 +234,8 @@ def intent(fleet: Fleet, job: Job, made: DecisionMade | Plan, base: Base, **what
     step = f"{what['verb']}/{what.get('node', '')}"
     if isinstance(made, Plan) and made.refusals:
         step = f"{step}/{made.refusals}"  # it was refused without a try, and is another one
+    if isinstance(made, Plan) and made.weighed:
+        step = f"{step}/round-{made.weighed.rounds + 1}"
     key = derived_id("intent", job.name, made.decision, step, made.epoch)
     expires = fleet.now_ns + int(fleet.policy.decider.action_deadline_s * NS)
     return IntentIssued(

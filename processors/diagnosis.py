@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from math import prod
 from statistics import median
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from events.finding import CheckResult
 
 #: Tests between two machines; `peers` is the other.
 LINKS = ("all_gather", "ib_write_bw")
+#: Tests of a machine by itself, which can be run on it once more without the others.
+ALONE = ("gpu_self_test", "dcgm", "all_to_all")
 #: A link is slow with less than this share of what is usual for its kind: the middle of the fastest third, since of three links one bad
 #: machine slows two. Over gloo a busy core looks like a slow link: only one that all but stands still is told from it.
 SLOW_SHARE, SLOW_SHARE_GLOO = 0.5, 0.03
@@ -67,6 +70,56 @@ class Finding(NamedTuple):
 
     named: Mapping[str, str]
     doubts: tuple[str, ...] = ()
+
+
+class Weighed(NamedTuple):
+    """Machines that tests name, each with the reason, and with the share of sound machines that would have failed all that it failed; 0
+    where other machines bear it out (links, bits that are compared). `tests`: what they failed by themselves; `rounds`: tests so far."""
+
+    named: Mapping[str, str]
+    shares: Mapping[str, float]
+    tests: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
+    rounds: int = 1
+
+    def doubtful(self, of: int, false_alarms_max: float, rounds_max: int) -> tuple[str, ...]:
+        """Those to be tested once more: of so many sound machines, more than that would be expected to fail what each of them failed."""
+        if self.rounds >= rounds_max:
+            return ()
+        return tuple(node for node, share in self.shares.items() if share * of > false_alarms_max)
+
+
+def weighed(results: Iterable[CheckResult], before: Weighed | None = None) -> Weighed:
+    """`before`: what the results of the same machines' last tests came to. Who passes now is named no more; who could not be tested stays
+    named."""
+    results = tuple(results)
+    failed = {
+        node: {result.test for result in results if result.node == node and result.passed is False}
+        for node in {result.node for result in results}
+    }
+    if before is None:
+        all_found = found(results)
+        shares = {
+            node: prod(rate(test).false_alarm for test in sorted(failed[node])) if failed.get(node, set()) <= {*ALONE} else 0.0
+            for node in all_found.named
+        }
+        tests = tuple(test for test in ALONE if any(test in failed.get(node, ()) for node in shares))
+        return Weighed(all_found.named, shares, tests, all_found.doubts)
+    named, shares, doubts = dict(before.named), dict(before.shares), list(before.doubts)
+    for node, share in before.shares.items():
+        own = [
+            result for result in results if result.node == node and result.test in before.tests and result.passed is not None
+        ]
+        if not own or not share:
+            shares[node] = 0.0  # it is as certain as it gets
+            continue
+        if again := [result for result in own if result.passed is False]:
+            shares[node] = share * prod(rate(result.test).false_alarm for result in again)
+            named[node] += f", {before.rounds + 1} times"
+        else:
+            doubts.append(f"{named.pop(node)}; it passed when it was tested once more")
+            del shares[node]
+    return Weighed(named, shares, before.tests, tuple(doubts), before.rounds + 1)
 
 
 def suspects(results: Iterable[CheckResult]) -> Mapping[str, str]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from events.action import OutcomeRecorded
 from events.decision import IntentIssued, MachineJudged, Verdict
 from events.envelope import TEXT_MAX, Fact
+from events.finding import CheckResult
 from events.job import Mode
 from processors import diagnosis, group_test, parallel_groups
 from processors.decisions import Base, cut, decision, intent, restore_below
@@ -44,6 +45,8 @@ def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
         )  # fmt: skip
     if verb == "diagnose":
         tests = rules.metric_tests if plan.situation == METRIC else rules.tests
+        if plan.weighed:
+            nodes, tests = _doubtful(fleet, job, plan.weighed), plan.weighed.tests
         return intent(
             fleet, job, plan, base, verb=verb, nodes=nodes, attempt=job.attempt, tests=tests, within_s=rules.tests_within_s
         )
@@ -57,14 +60,19 @@ def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
 def concluded(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Job:
     """The job after an examination's outcome: the ladder goes on from what was found."""
     verb, rule = EXAMINATIONS[plan.rung]
-    if outcome.result == "done":
+    if verb == "diagnose" and outcome.result == "done":
+        weighed = diagnosis.weighed(_answers(outcome), plan.weighed)
+        plan = plan._replace(weighed=weighed)
+        if _doubtful(fleet, job, weighed):  # with time anew
+            return job._replace(plan=plan._replace(pending={}, stage="stopping", deadline=""))
+    if outcome.result == "done" or plan.weighed:
         found = _FOUND[verb](fleet, job, plan, outcome)
     else:
         found = Found((), f"{plan.rung.replace('_', ' ')} came to nothing ({outcome.result}: {outcome.detail})")
     return with_incident(
         job._replace(plan=None),
         going_on=plan.situation, suspects=found.nodes, suspected_by=rule, finding=cut(found.why, 1500), group=found.group,
-        in_vain=outcome.result != "done",
+        in_vain=outcome.result != "done" and not plan.weighed,
     )  # fmt: skip
 
 
@@ -99,12 +107,21 @@ def _by_stacks(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> 
     return Found(nodes, f"{told}; {group.name} covers them: {', '.join(nodes[:8])}", group.name)
 
 
+def _answers(outcome: OutcomeRecorded) -> list[CheckResult]:
+    return [result for result in outcome.tests if result.test != "answers"]  # silence is judged elsewhere
+
+
+def _doubtful(fleet: Fleet, job: Job, weighed: diagnosis.Weighed) -> tuple[str, ...]:
+    rules = fleet.policy.decider
+    return weighed.doubtful(len(job.places), rules.false_alarms_max, rules.test_rounds_max)
+
+
 def _by_tests(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
-    results = [result for result in outcome.tests if result.test != "answers"]  # silence is judged elsewhere
-    found = diagnosis.found(results)
+    """Whoever could not be tested once more stays named."""
+    found = plan.weighed or diagnosis.weighed(_answers(outcome))
     if found.named:
         return Found(tuple(found.named), "; ".join(found.named.values()))
-    ran = len({result.test for result in results if result.passed is not None})
+    ran = len({result.test for result in _answers(outcome) if result.passed is not None})
     passed = f"{ran} tests passed" if ran else "no test could run"
     return Found((), "; ".join((passed, *found.doubts)))
 

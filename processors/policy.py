@@ -316,6 +316,10 @@ class Decider(_Section):
         "gpu_self_test", "dcgm", "all_to_all", "all_gather", "reference_step",
     )  # fmt: skip
     tests_within_s: Seconds = 300.0
+    #: A machine that failed by itself what more than so many sound ones of the job would be expected to fail is tested once more; in all,
+    #: so many times at most.
+    false_alarms_max: Annotated[float, Field(ge=0, le=1e6)] = 0.01
+    test_rounds_max: Annotated[int, Field(ge=1, le=10)] = 3
     #: A revision that ran so many steps is stable.
     stable_steps: Annotated[int, Field(ge=1, le=10_000_000)] = 100
     #: A lazy update waits this long for a restart to go with; then the job is restarted for it.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from events.decision import RankPlace, Rung
 from events.job import JobDeclared, OverrideGiven, Place
 from processors.attribution import Beside, Sighting
+from processors.diagnosis import Weighed
 from processors.ladder import Last
 from processors.policy import Policy
 
@@ -227,6 +228,8 @@ class Plan(NamedTuple):
     situation: str = ""
     revision: str = ""
     restore_below_step: int = -1
+    #: Machines that tests named, and that are tested once more: sound ones fail now and then.
+    weighed: Weighed | None = None
     #: A person's yes to it is good until then (0: for as long as it takes).
     good_until_ns: int = 0
 

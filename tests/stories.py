@@ -100,11 +100,7 @@ class Story:
             result=result,
             detail=detail,
             nodes=nodes,
-            **(
-                self.findings.pop(f"{intent.verb} {intent.node}", None) or self.findings.pop(intent.verb, {})
-                if result == "done"
-                else {}
-            ),
+            **(self._finding(intent) if result == "done" else {}),
         )
         event = make(
             fact,
@@ -291,19 +287,25 @@ class Story:
         )  # fmt: skip
         self.say(fact, "operator", plain[0])
 
+    def _finding(self, intent: IntentIssued) -> dict[str, Any]:
+        found = self.findings.pop(f"{intent.verb} {intent.node}", None) or self.findings.pop(intent.verb, {})
+        if again := self.findings.pop(f"{intent.verb} again", None):
+            self.findings[intent.verb] = again
+        return found
+
     def _found(self, plain: list[str], options: dict[str, str]) -> None:
-        """What the next examination finds: `found stacks 3,4 [5]` (outlying ranks, a round each), `found tests b`, `found replays 0 1` (the
+        """What the next examination finds: `found stacks 3,4 [5]` (outlying ranks, a round each), `found tests b` (`test=dcgm`, `well=c,d`, and with `again=yes` when they are tested once more), `found replays 0 1` (the
         failing groups of the two phases), `found examined b` (one machine's own, `passed=yes`: nothing)."""
         what, *rest = plain
         if what == "stacks":
             rounds = tuple(StackRound(outliers=tuple(map(int, r.split(","))), ranks=1, stuck_at=("all_reduce",)) for r in rest)
             self.findings["capture_stacks"] = {"stacks": rounds}
         elif what == "tests":
-            self.findings["diagnose"] = {
-                "tests": tuple(
-                    CheckResult(test="gpu_self_test", node=node, passed=False, detail="bits differ") for node in rest
-                )
-            }
+            test = options.get("test", "gpu_self_test")
+            bad = [CheckResult(test=test, node=node, passed=False, detail="bits differ") for node in rest]
+            good = [CheckResult(test=test, node=node, passed=True) for node in options.get("well", "").split(",") if node]
+            again = "again" in options
+            self.findings["diagnose again" if again else "diagnose"] = {"tests": (*bad, *good)}
         elif what == "examined":
             passed = options.get("passed") == "yes"
             for node in rest:

@@ -18,6 +18,7 @@ from processors.diagnosis import (
     prior_of,
     suspects,
     verdict,
+    weighed,
 )
 
 
@@ -196,3 +197,28 @@ def test_every_rate_is_a_share_with_its_source() -> None:
     assert all(0 < r.recall < 1 and 0 < r.false_alarm < 0.1 and r.source for r in RATES.values())
     assert RATES["dcgm"].recall == 0.70 and "ByteRobust" in RATES["dcgm"].source
     assert all(0 < prior < 1 and source for prior, source in PRIORS.values())
+
+
+def test_a_machine_that_failed_what_sound_ones_fail_is_asked_again_and_each_round_weighs() -> None:
+    def of(test: str, passed: bool | None, node: str = "a") -> CheckResult:
+        return CheckResult(test=test, node=node, passed=passed, detail="slow")
+
+    first = weighed([of("dcgm", False), of("gpu_self_test", True), of("gpu_self_test", False, "b"), of("dcgm", True, "b")])
+    assert dict(first.shares) == {"a": 0.01, "b": 0.001} and first.tests == ("gpu_self_test", "dcgm")
+    assert first.doubtful(4, 0.01, 3) == ("a",) and first.doubtful(1200, 0.01, 3) == ("a", "b")
+    assert first.doubtful(1200, 0.01, 1) == ()
+    second = weighed(
+        [of("dcgm", False), of("gpu_self_test", True), of("gpu_self_test", True, "b"), of("dcgm", True, "b")], first
+    )
+    assert list(second.named) == ["a"] and second.shares["a"] == pytest.approx(1e-4)
+    assert second.doubts == ("b failed gpu_self_test: slow; it passed when it was tested once more",)
+    assert second.doubtful(1200, 0.01, 3) == ("a",) and second.doubtful(1200, 0.01, 2) == ()
+    unasked = weighed([of("dcgm", None)], second)
+    assert list(unasked.named) == ["a"] and unasked.doubtful(1200, 0.01, 9) == (), "what could not be told stands"
+
+
+def test_who_is_borne_out_by_other_machines_is_not_asked_again() -> None:
+    named = weighed(
+        [CheckResult(test="reference_step", node="a", passed=False), CheckResult(test="dcgm", node="a", passed=False)]
+    )
+    assert named.doubtful(10_000, 0.01, 3) == ()

@@ -1,5 +1,6 @@
 """false_alarms: wrong evictions in a simulated thousand node-days of machines with nothing wrong, through the real detectors and the real
-decider in mode auto, with actuators that do what they are told (tests/simulation). Each seed is a fleet of 500 nodes for a day, with ticks
+decider in mode auto, with actuators that do what they are told, and tests of machines that fail as often as is stated of sound ones
+(tests/simulation). Each seed is a fleet of 500 nodes for a day, with ticks
 for nodes once a minute; two dozen nodes beside it live second by second, since absence is judged only then.
 
 `unexplained`: incidents that were opened though no code had crashed and no driver was loaded anew; they cost as well, and are listed.
@@ -46,7 +47,7 @@ def main() -> None:
         per="simulated node-days", unexplained=[list(one) for one in unexplained],
         events=sum(result["events"] for result in results), dense_node_hours=round(24 * sum(r["node_days"] for r in results[FLEETS:])),
         crashes_of_user_code=sum(result["crashes"] for result in results), happened=dict(sorted(happened.items())),
-        rungs=dict(sorted(rungs.items())), took_s=round(time.perf_counter() - began, 1), wrong=[list(one) for one in evictions[:10]],
+        failed_tests=sum(result["failed_tests"] for result in results), rungs=dict(sorted(rungs.items())), took_s=round(time.perf_counter() - began, 1), wrong=[list(one) for one in evictions[:10]],
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from processors import policy as policies
 from processors.catalogue import parse
 from processors.decider import Decider, timer_event
 from processors.detector import PartitionFold
+from processors.diagnosis import ALONE, RATES
 from processors.job import job_detector
 from processors.node import node_detector
 
@@ -190,7 +191,7 @@ class World:
             self.closed[f"{fact.symptom}/{fact.mechanism}/{fact.outcome}"] += 1
 
     def _carry_out(self, intent: IntentIssued) -> None:
-        """Actuators that do what they are told on machines with nothing wrong with them: every test passes."""
+        """Actuators that do what they are told on machines with nothing wrong with them: tests fail as often as is stated of each."""
         found: dict[str, Any] = {}
         nodes = intent.nodes or tuple(place.node for place in intent.places) or ((intent.node,) if intent.node else ())
         if intent.verb == "stop_attempt":
@@ -200,7 +201,7 @@ class World:
         elif intent.verb == "capture_stacks":
             found["stacks"] = (StackRound(groups_seen=1, dominant=len(nodes), ranks=len(nodes)),) * max(1, intent.rounds)
         elif intent.verb in ("diagnose", "examine"):
-            found["tests"] = tuple(CheckResult(test="gpu_self_test", node=node, passed=True) for node in nodes)
+            found["tests"] = tuple(self._tested(test, node) for node in nodes for test in intent.tests if test in ALONE)
         elif intent.verb == "group_test":
             phases: tuple[Any, ...] = ("horizontal", "vertical")
             found["replays"] = tuple(
@@ -213,9 +214,15 @@ class World:
         )
         self.say(fact, "actuator", intent.job)
 
+    def _tested(self, test: str, node: str) -> CheckResult:
+        failed = self.chance.random() < RATES[test].false_alarm
+        self.actions["sound machines that failed a test"] += failed
+        return CheckResult(test=test, node=node, passed=not failed, detail="it took too long" if failed else "")
+
     def summary(self) -> dict[str, Any]:
+        alarms = self.actions["sound machines that failed a test"]
         rungs = {name.removeprefix("rung "): n for name, n in sorted(self.actions.items()) if name.startswith("rung ")}
-        return json.loads(json.dumps({"rungs": rungs, "incidents": dict(sorted(self.closed.items()))}))  # type: ignore[no-any-return]
+        return json.loads(json.dumps({"failed_tests": alarms, "rungs": rungs, "incidents": dict(sorted(self.closed.items()))}))  # type: ignore[no-any-return]
 
 
 _TICK = canonical(make(Tick(), id="tick", source="bus/clock", subject="clock", time=0))
