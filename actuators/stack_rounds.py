@@ -4,15 +4,15 @@ aggregated. What aggregates is passed in: it is a processor's pure function."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from actuators.port import Done, Nodes, Work
 from actuators.stack_capture import TOGETHER_S
 from events.action import CommandAnswered, NodeCommand
 from events.finding import ProcessStack, StackRound
 
-#: The processes of all ranks, and how many ranks there are (processors.stacks.aggregate).
-Aggregate = Callable[[Sequence[ProcessStack], int], StackRound]
+#: The processes of all ranks, how many ranks there are, and what is cut where (processors.stacks.aggregate).
+Aggregate = Callable[[Sequence[ProcessStack], int, Mapping[str, float]], StackRound]
 #: Beyond the deadline of the capture on the node, for the way there and back.
 TRANSIT_S = 5.0
 #: Once a node has answered, the others have until so long after the question: a dead one must not hold up the cure.
@@ -58,7 +58,7 @@ async def capture_rounds(work: Work, nodes: Nodes, aggregate: Aggregate | None, 
         heard |= {node for node, answer in answers.items() if answer is not None and answer.ok}
         said |= {node: answer.detail for node, answer in answers.items() if answer is not None and not answer.ok}
         processes = [stack for answer in answers.values() if answer is not None for stack in answer.stacks]
-        rounds = [*([] if native else rounds), aggregate(processes, world)]
+        rounds = [*([] if native else rounds), aggregate(processes, world, dict(intent.cut))]
     if not heard:
         detail = "; ".join(f"{node}: {detail}" for node, detail in said.items()) or "no agent answered"
         return Done("failed" if said else "unreachable", f"no stacks: {detail}"[:2000], tuple(places))

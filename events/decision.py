@@ -182,6 +182,8 @@ class IntentIssued(Decided):
     #: capture_stacks: so many times, so far apart.
     rounds: int = Field(default=1, ge=1, le=100)
     every_s: float = Field(default=0, ge=0, allow_inf_nan=False)
+    #: capture_stacks: `stacks` of the policy in force, where it says something else than the defaults.
+    cut: tuple[tuple[str, float], ...] = ()
     #: diagnose, examine: tests by name, in order, and the time that they may take together.
     tests: tuple[str, ...] = ()
     within_s: float = Field(default=0, ge=0, allow_inf_nan=False)

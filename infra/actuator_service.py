@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from events import subjects
 from events.action import CommandAnswered, NodeCommand, OutcomeRecorded, TryStarted
 from events.decision import IntentIssued
 from events.envelope import TEXT_MAX, AnyEvent, Fact
+from events.finding import ProcessStack, StackRound
 from events.ids import derived_id
 from events.incident import JobFinished
 from events.ports import LEDGER, TELEMETRY_JOB, EventLog, Expect, LogError, LogUnavailable, Record, StaleWriter
@@ -38,6 +39,7 @@ from infra.clock import new_event_id, wall_ns
 from infra.notify_settings import BadNotify, NotifySettings, channels_of, load
 from infra.pager import Pager
 from infra.tasks import ended
+from processors.policy import Stacks
 from processors.runbooks import runbook_of_page
 from processors.stacks import aggregate
 
@@ -327,9 +329,13 @@ def sender(publish: Callable[[str, bytes], Awaitable[Any]]) -> Send:
     return send
 
 
+def _aggregate(processes: Sequence[ProcessStack], world_size: int, cut: Mapping[str, float]) -> StackRound:
+    return aggregate(processes, world_size, Stacks(**cut))
+
+
 def backends_for(script: str, *, within_s: float, unreachable_s: float, limit_s: float) -> dict[str, Backend]:
     """Raises BadScript."""
-    local = Local(within_s=within_s, unreachable_s=unreachable_s, aggregate=aggregate)
+    local = Local(within_s=within_s, unreachable_s=unreachable_s, aggregate=_aggregate)
     return {"local": local} | ({"exec": Exec(script, local, limit_s=limit_s)} if script else {})
 
 

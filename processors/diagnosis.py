@@ -14,16 +14,12 @@ from typing import NamedTuple
 
 from events.decision import Verdict
 from events.finding import CheckResult
+from processors.policy import TESTS, MachineTests
 
 #: Tests between two machines; `peers` is the other.
 LINKS = ("all_gather", "ib_write_bw")
 #: Tests of a machine by itself, which can be run on it once more without the others.
 ALONE = ("gpu_self_test", "dcgm", "all_to_all")
-#: A link is slow with less than this share of what is usual for its kind: the middle of the fastest third, since of three links one bad
-#: machine slows two. Over gloo a busy core looks like a slow link: only one that all but stands still is told from it.
-SLOW_SHARE, SLOW_SHARE_GLOO = 0.5, 0.03
-#: Of fewer links none is usual.
-LINKS_MIN = 3
 #: So many machines that fail with each other and nobody else are one cause's, not each one's own.
 TANGLE_MAX = 10
 
@@ -61,9 +57,6 @@ PRIORS: Mapping[str, tuple[float, str]] = {
 }
 PRIOR = (0.50, "assumed: nothing is known of why it was evicted")
 
-#: Bad with this probability: confirmed. Below the other: exonerated. Between them nothing is proven.
-CONFIRMED_FROM, EXONERATED_BELOW = 0.95, 0.15
-
 
 class Finding(NamedTuple):
     """Machines that are named, each with the reason; and what failed and names nobody, a sentence each."""
@@ -89,7 +82,7 @@ class Weighed(NamedTuple):
         return tuple(node for node, share in self.shares.items() if share * of > false_alarms_max)
 
 
-def weighed(results: Iterable[CheckResult], before: Weighed | None = None) -> Weighed:
+def weighed(results: Iterable[CheckResult], before: Weighed | None = None, rules: MachineTests = TESTS) -> Weighed:
     """`before`: what the results of the same machines' last tests came to. Who passes now is named no more; who could not be tested stays
     named."""
     results = tuple(results)
@@ -98,7 +91,7 @@ def weighed(results: Iterable[CheckResult], before: Weighed | None = None) -> We
         for node in {result.node for result in results}
     }
     if before is None:
-        all_found = found(results)
+        all_found = found(results, rules)
         shares = {
             node: prod(rate(test).false_alarm for test in sorted(failed[node])) if failed.get(node, set()) <= {*ALONE} else 0.0
             for node in all_found.named
@@ -127,7 +120,7 @@ def suspects(results: Iterable[CheckResult]) -> Mapping[str, str]:
     return found(results).named
 
 
-def found(results: Iterable[CheckResult]) -> Finding:
+def found(results: Iterable[CheckResult], rules: MachineTests = TESTS) -> Finding:
     results = tuple(results)
     named: dict[str, str] = {}
     for result in results:
@@ -138,7 +131,7 @@ def found(results: Iterable[CheckResult]) -> Finding:
     broken, doubts = _of_links(links, "fails", single=True)
     named.update(broken)
     whole = {pair: link for pair, link in links.items() if not link.failed and not set(pair) & set(broken)}
-    slow, slow_doubts = _of_links(_by_speed(whole), "is slow", single=False)
+    slow, slow_doubts = _of_links(_by_speed(whole, rules), "is slow", single=False)
     named.update(slow)
     unclear = tuple(
         f"{result.test} on {result.node}: {result.detail}"
@@ -185,7 +178,7 @@ def _no_place(result: CheckResult) -> bool:
     return result.test == "all_gather" and result.passed is None and result.peers == (result.node,)
 
 
-def _by_speed(links: Mapping[_Pair, _Link]) -> dict[_Pair, _Link]:
+def _by_speed(links: Mapping[_Pair, _Link], rules: MachineTests) -> dict[_Pair, _Link]:
     """The links with a speed; those far slower than others of their kind as failed."""
     kinds: dict[str, list[float]] = {}
     for link in links.values():
@@ -194,9 +187,9 @@ def _by_speed(links: Mapping[_Pair, _Link]) -> dict[_Pair, _Link]:
     judged = {}
     for pair, link in links.items():
         speeds = kinds.get(link.kind, [])
-        if link.speed is not None and len(speeds) >= LINKS_MIN:
+        if link.speed is not None and len(speeds) >= rules.links_min:
             usual = median(sorted(speeds)[2 * len(speeds) // 3 :])
-            share = SLOW_SHARE_GLOO if "gloo" in link.kind else SLOW_SHARE
+            share = rules.slow_share_gloo if "gloo" in link.kind else rules.slow_share
             detail = f"{link.speed:.3g} where {usual:.3g} is usual"
             judged[pair] = link._replace(failed=link.speed < share * usual, detail=detail)
     return judged
@@ -276,7 +269,7 @@ def prior_of(rule: str, machines: int = 0) -> float:
     return PRIORS.get(rule, PRIOR)[0]
 
 
-def verdict(results: Iterable[CheckResult], prior: float = PRIOR[0]) -> tuple[Verdict, str]:
+def verdict(results: Iterable[CheckResult], prior: float = PRIOR[0], rules: MachineTests = TESTS) -> tuple[Verdict, str]:
     """What the examination of an evicted machine comes to, and why in a sentence. Passing is not innocence: the chance that a bad machine
     passes is reckoned with, by its best test only (what one misses, another is likely to miss too), however often it was repeated."""
     results = tuple(result for result in results if result.test != "answers")
@@ -287,7 +280,7 @@ def verdict(results: Iterable[CheckResult], prior: float = PRIOR[0]) -> tuple[Ve
         odds = prior * rate(worst.test).recall if worst.test in RATES else prior
         bad = odds / (odds + (1 - prior) * rate(worst.test).false_alarm)
         said = "; ".join(dict.fromkeys(f"failed {result.test}: {result.detail}" for result in failed))
-        if bad >= CONFIRMED_FROM:
+        if bad >= rules.confirmed_from:
             return "confirmed", said
         return "unproven", f"{said}; of machines that do, {100 - round(100 * bad)} in 100 are sound"
     recall = max((rate(test).recall for test in passed), default=0.0)
@@ -298,7 +291,7 @@ def verdict(results: Iterable[CheckResult], prior: float = PRIOR[0]) -> tuple[Ve
             "no test that says anything could run" if not passed else f"passed {', '.join(passed)}, which says nothing",
         )
     said = f"passed {', '.join(passed)}, as {round(100 * (1 - recall))} of 100 bad machines do; that it is bad was {prior:.0%} likely, and is {bad:.0%}"
-    return ("exonerated" if bad < EXONERATED_BELOW else "unproven"), said
+    return ("exonerated" if bad < rules.exonerated_below else "unproven"), said
 
 
 def rate(test: str) -> Rate:

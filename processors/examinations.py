@@ -42,6 +42,7 @@ def look(fleet: Fleet, job: Job, plan: Plan, base: Base) -> IntentIssued:
         return intent(
             fleet, job, plan, base, verb=verb, nodes=tuple(place.node for place in job.places), attempt=job.attempt, places=job.ranks,
             world_size=sum(place.count for place in job.ranks), rounds=rounds, every_s=every_s,
+            cut=tuple(fleet.policy.stacks.model_dump(exclude_defaults=True).items()),
         )  # fmt: skip
     if verb == "diagnose":
         tests = rules.metric_tests if plan.situation == METRIC else rules.tests
@@ -61,7 +62,7 @@ def concluded(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> J
     """The job after an examination's outcome: the ladder goes on from what was found."""
     verb, rule = EXAMINATIONS[plan.rung]
     if verb == "diagnose" and outcome.result == "done":
-        weighed = diagnosis.weighed(_answers(outcome), plan.weighed)
+        weighed = diagnosis.weighed(_answers(outcome), plan.weighed, fleet.policy.tests)
         plan = plan._replace(weighed=weighed)
         if _doubtful(fleet, job, weighed):  # with time anew
             return job._replace(plan=plan._replace(pending={}, stage="stopping", deadline=""))
@@ -93,7 +94,7 @@ def _by_stacks(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> 
     try:
         layout = parallel_groups.Layout(declared.tp, declared.pp, declared.dp, declared.ranks_per_node, declared.rank_order)
         if plan.situation == SLOW:
-            voted = parallel_groups.vote(layout, rounds)
+            voted = parallel_groups.vote(layout, rounds, fleet.policy.stacks.flag_share_min)
             told = f"{voted.group.name} stands apart in {voted.flags} of {len(rounds)} rounds of stacks" if voted else told
             enough = fleet.policy.decider.slow_flags_share_min * len(rounds)
             group = voted.group if voted and voted.flags >= enough else None
@@ -118,7 +119,7 @@ def _doubtful(fleet: Fleet, job: Job, weighed: diagnosis.Weighed) -> tuple[str, 
 
 def _by_tests(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
     """Whoever could not be tested once more stays named."""
-    found = plan.weighed or diagnosis.weighed(_answers(outcome))
+    found = plan.weighed or diagnosis.weighed(_answers(outcome), None, fleet.policy.tests)
     if found.named:
         return Found(tuple(found.named), "; ".join(found.named.values()))
     ran = len({result.test for result in _answers(outcome) if result.passed is not None})
@@ -189,7 +190,7 @@ def judged(fleet: Fleet, job: Job, outcome: OutcomeRecorded, base: Base) -> list
     verdict: Verdict = "unproven"
     why = f"{outcome.result}: {outcome.detail}"
     if outcome.result == "done":
-        verdict, why = diagnosis.verdict(outcome.tests, diagnosis.prior_of(rule, machines))
+        verdict, why = diagnosis.verdict(outcome.tests, diagnosis.prior_of(rule, machines), fleet.policy.tests)
     back = verdict == "exonerated" or (verdict == "unproven" and fleet.policy.decider.unproven == "watch")
     back = back and outcome.result == "done" and node not in job.by_node
     return [

@@ -253,6 +253,39 @@ class SharedCauses(_Section):
     settle_s: Seconds = 1.0
 
 
+_Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Stacks(_Section):
+    """Who stands apart in a round of stacks or flight recordings."""
+
+    #: A stack is dominant if more than this share of the most frequent one's ranks have it.
+    dominant_ratio: _Share = 0.5
+    #: If more of the ranks than this are outliers, most are not healthy, and the round says nothing.
+    outliers_share_max: _Share = 0.5
+    #: Where so many of the ranks with a stack wait in communication, those that do not are its cause, however often they are at one place.
+    waiting_share_min: _Share = 0.5
+    #: So many ranks' flight recordings are enough to go by.
+    recorded_share_min: _Share = 0.5
+    #: A round of a slow job flags the smallest group that holds more than this share of its outliers.
+    flag_share_min: _Share = 0.5
+
+
+class MachineTests(_Section):
+    """What tests of machines say of them."""
+
+    #: A link is slow with less than this share of what is usual for its kind, the middle of the fastest third; of fewer none is usual.
+    slow_share: _Share = 0.5
+    slow_share_gloo: _Share = 0.03
+    links_min: Annotated[int, Field(ge=3, le=1000)] = 3
+    #: An evicted machine that is bad with this probability is confirmed; below the other it is exonerated.
+    confirmed_from: _Share = 0.95
+    exonerated_below: _Share = 0.15
+
+
+STACKS, TESTS = Stacks(), MachineTests()
+
+
 class Attribution(_Section):
     """User code or infrastructure, of symptoms that both cause: what counts as evidence, and by how much it moves the odds."""
 
@@ -368,6 +401,8 @@ class Policy(_Section):
     budget: Budgets = Budgets()
     shared_causes: SharedCauses = SharedCauses()
     attribution: Attribution = Attribution()
+    stacks: Stacks = STACKS
+    tests: MachineTests = TESTS
 
     def mode_of(self, rule: str) -> Mode:
         return self.rules.get(rule, self.mode)

@@ -26,6 +26,7 @@ from events.finding import ProcessStack, StackRound
 from events.rank_set import compact
 from processors import collectives, frames
 from processors.frames import Place
+from processors.policy import STACKS, Stacks
 
 #: States in which a process is not running its program: stopped, traced, dead, gone.
 _NOT_RUNNING = frozenset("TtZX-")
@@ -33,22 +34,6 @@ _LINES_MAX, _LINE_CHARS_MAX = 32, 1_000
 _LOADER = re.compile(r"_worker_loop\b")
 _WRITER = re.compile(r"checkpoint|save|writer", re.IGNORECASE)
 _HELPERS = re.compile(r"resource_tracker|forkserver|compile_worker|semaphore_tracker|nvidia-smi|tensorboard|wandb")
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """No source gives numbers for "dominant". `dominant_ratio`: a stack is dominant if more than this share of the most frequent one's
-    ranks have it. Half: two stages of a healthy pipeline wait in two places with equally many ranks, while a sick pipeline of a job with
-    two (the fewest that leave a healthy one to compare with) fills any one place with at most half as many as the healthy one's.
-    `outliers_share_max`: if more of the ranks than this are outliers, most are not healthy, and the round says nothing.
-    `waiting_share_min`: where so many of the ranks with a stack wait in communication, those that do not are its cause, however often
-    they are at one place: the stages of a pipeline wait in as many places as there are stages. `recorded_share_min`: so many ranks' flight
-    recordings are enough to go by."""
-
-    dominant_ratio: float = 0.5
-    outliers_share_max: float = 0.5
-    waiting_share_min: float = 0.5
-    recorded_share_min: float = 0.5
 
 
 @dataclass(slots=True)
@@ -69,7 +54,7 @@ class _Verdict:
 
 
 def aggregate(
-    processes: Iterable[ProcessStack], world_size: int, cut: Cut = Cut(), among: Iterable[int] | None = None
+    processes: Iterable[ProcessStack], world_size: int, cut: Stacks = STACKS, among: Iterable[int] | None = None
 ) -> StackRound:
     """`processes`: of all ranks 0 to `world_size` - 1, in any order; a rank without any, or of whose main process there is no stack, is
     silent. Processes of no rank of the job (-1 included) are ignored. `among`: the ranks that are looked at, if not all."""
@@ -139,7 +124,7 @@ def _unread(state: _Rank) -> bool:
 
 
 def _by_recordings(
-    found: collectives.Stuck, silent: set[int], seen: Mapping[int, Place], world_size: int, cut: Cut
+    found: collectives.Stuck, silent: set[int], seen: Mapping[int, Place], world_size: int, cut: Stacks
 ) -> _Verdict | None:
     """None: the recordings name nobody, or too many."""
     culprits = found.culprits
@@ -165,7 +150,9 @@ def _halted(ranks: Mapping[int, _Rank]) -> frozenset[int]:
     return frozenset(rank for rank, state in ranks.items() if state.main is not None and state.main.state in _NOT_RUNNING)
 
 
-def _by_stacks(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], silent: set[int], world_size: int, cut: Cut) -> _Verdict:
+def _by_stacks(
+    ranks: Mapping[int, _Rank], seen: Mapping[int, Place], silent: set[int], world_size: int, cut: Stacks
+) -> _Verdict:
     if (halted := _halted(ranks)) and len(halted) <= cut.outliers_share_max * world_size:
         return _Verdict(halted, (), world_size - len(halted))
     groups: dict[Place, set[int]] = defaultdict(set)
@@ -190,7 +177,7 @@ def _by_stacks(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], silent: se
     return _Verdict(outliers, tuple(because), sum(len(groups[place] - outliers) for place in dominant))
 
 
-def _odd_children(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], cut: Cut) -> list[tuple[str, frozenset[int]]]:
+def _odd_children(ranks: Mapping[int, _Rank], seen: Mapping[int, Place], cut: Stacks) -> list[tuple[str, frozenset[int]]]:
     """Ranks of which a data loader or a checkpoint writer does not run, or stands where no other rank's of its sort does."""
     places: dict[str, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     odd: dict[str, set[int]] = defaultdict(set)

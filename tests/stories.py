@@ -155,7 +155,7 @@ class Story:
             elif key == "places":
                 value = ",".join(f"{p['node']}:{p['first_rank']}" for p in (fact.model_dump()["places"]))
             elif isinstance(value, list):
-                value = "|".join("/".join(map(",".join, v)) for v in value) if key == "groups" else ",".join(value)
+                value = "|".join("/".join(map(",".join, v)) for v in value) if key == "groups" else ",".join(map(_word, value))
             shown.append(f"{key}={value!r}" if isinstance(value, str) and " " in value else f"{key}={value}")
         return f"{fact.kind()} " + " ".join(shown)
 
@@ -319,6 +319,10 @@ class Story:
     def _bytes(self, plain: list[str], options: dict[str, str]) -> None:
         """Anything, anywhere: `bytes <subject> <data>`."""
         self.put(plain[0], " ".join(plain[1:]).encode())
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ":".join(map(str, value))
 
 
 def _replays(groups: tuple[tuple[tuple[str, ...], ...], ...], bad: tuple[int, ...]) -> tuple[ReplayResult, ...]:

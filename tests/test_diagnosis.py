@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from events.finding import CheckResult
 from processors.diagnosis import (
-    CONFIRMED_FROM,
-    EXONERATED_BELOW,
     PRIORS,
     RATES,
     found,
@@ -20,6 +18,7 @@ from processors.diagnosis import (
     verdict,
     weighed,
 )
+from processors.policy import MachineTests
 
 
 def link(a: str, b: str, passed: bool | None = True, speed: float | None = 50.0, software: str = "nccl") -> CheckResult:
@@ -147,12 +146,12 @@ def test_of_counted_machines_those_exonerated_are_bad_no_more_often_than_the_lim
     sound = machines - bad
     judged, because = verdict([own("m", test, True) for test in tests], prior)
     share = missed / (missed + sound)
-    assert (judged == "exonerated") == (share < EXONERATED_BELOW)
+    assert (judged == "exonerated") == (share < MachineTests().exonerated_below)
     assert judged != "confirmed" and f"is {share:.0%}" in because
     for test in tests:
         caught, alarms = bad * RATES[test].recall, sound * RATES[test].false_alarm
         judged, _ = verdict([own("m", t, t != test) for t in tests], prior)
-        assert (judged == "confirmed") == (caught / (caught + alarms) >= CONFIRMED_FROM)
+        assert (judged == "confirmed") == (caught / (caught + alarms) >= MachineTests().confirmed_from)
 
 
 TESTS = st.sampled_from([*RATES, "unheard_of"])

@@ -18,6 +18,7 @@ from events.action import CommandAnswered, NodeCommand
 from events.decision import IntentIssued, RankPlace
 from events.finding import ProcessStack, StackRound
 from events.job import JobDeclared, Place
+from processors.policy import Stacks
 from processors.stacks import aggregate
 from tests.hang_cases import LOCKED, NORM
 from tests.test_ranks import World, until
@@ -62,7 +63,9 @@ def work(nodes: int = 4, **more: Any) -> Work:
 
 
 async def taken(nodes: FakeNodes, given: Work, **more: Any) -> Done:
-    return await Local(aggregate=aggregate, **more).capture_stacks(given, nodes)
+    return await Local(aggregate=lambda found, world, cut: aggregate(found, world, Stacks(**cut)), **more).capture_stacks(
+        given, nodes
+    )
 
 
 async def test_every_node_is_asked_and_the_round_names_the_culprit() -> None:
@@ -71,6 +74,11 @@ async def test_every_node_is_asked_and_the_round_names_the_culprit() -> None:
     assert done.result == "done" and [round_.outliers for round_ in done.stacks] == [(5,)]
     assert {command.verb for _, command in nodes.asked} == {"stacks"} and len({command.key for _, command in nodes.asked}) == 4
     assert all(command.attempt == 2 and command.within_s > 0 for _, command in nodes.asked)
+
+
+async def test_what_stands_apart_is_cut_where_the_intent_says() -> None:
+    done = await taken(FakeNodes(), work(cut=(("outliers_share_max", 0.01),)))
+    assert done.result == "done" and done.stacks[-1].outliers == ()
 
 
 async def test_rounds_are_so_far_apart_and_each_is_asked_anew() -> None:

@@ -22,7 +22,8 @@ from events.rank_set import compact, expand
 from processors import frames
 from processors.collectives import stuck
 from processors.parallel_groups import Layout, smallest_cover
-from processors.stacks import Cut, aggregate
+from processors.policy import Stacks
+from processors.stacks import aggregate
 from tests.hang_cases import LOCKED, MAIN, NORM, Case, cases, figure_7, processes
 from tests.hang_simulation import dumps, job_of, program
 
@@ -213,7 +214,7 @@ def test_two_pipelines_halves_are_as_often_as_each_other_and_no_outliers() -> No
     """Of a stack that half of the ranks have, the other half's is no outlier; with the ratio at 1 the smaller one is."""
     where = lambda rank: f"{MAIN};a (m.py:1)" if rank < 5 else f"{MAIN};b (m.py:1)"  # noqa: E731
     assert aggregate(processes(9, where), 9).outliers == ()
-    assert aggregate(processes(9, where), 9, Cut(dominant_ratio=0.9)).outliers == (5, 6, 7, 8)
+    assert aggregate(processes(9, where), 9, Stacks(dominant_ratio=0.9)).outliers == (5, 6, 7, 8)
 
 
 def test_9600_ranks_in_under_200_ms() -> None:
