@@ -87,7 +87,8 @@ async def last_heard(nc: BusClient) -> dict[str, int]:
     from nats.js.api import ConsumerConfig, DeliverPolicy
 
     stored: dict[str, int] = {}
-    config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT)
+    # In memory: a bus whose disk is full can't make another, and that is when this is asked.
+    config = ConsumerConfig(deliver_policy=DeliverPolicy.LAST_PER_SUBJECT, mem_storage=True, num_replicas=1)
     subscription = await js.subscribe("tn.*.*.heartbeat", stream=TELEMETRY_NODE, ordered_consumer=False, config=config)
     try:
         while True:
