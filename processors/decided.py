@@ -50,10 +50,6 @@ from processors.state import (
 WINDOW_NS_MAX = 30 * 24 * 3600 * NS
 
 
-#: As events hold it.
-FAILED = Situation.FAILED.name.lower()
-
-
 def relapsed(fleet: Fleet, lapse: Lapse, step: int, time_ns: int) -> bool:
     """Whether new trouble is the old one: the job did not get beyond it, or hardly lived since. The ladder then goes on where it stood."""
     rules = fleet.policy
@@ -228,7 +224,7 @@ def _wanting(job: Job, data: DecisionMade) -> Job:
     if incident is None or not (plan.failed or plan.overdue or plan.begun):
         return job
     finding = plan.failed or ("it came too late" if plan.overdue else "a standby was lost on the way")
-    return with_incident(job, going_on=FAILED, suspects=(), finding=finding)
+    return with_incident(job, going_on=Situation.FAILED.word, suspects=(), finding=finding)
 
 
 def _watched(job: Job) -> Job:

@@ -68,7 +68,7 @@ def out(
     what: dict[str, Any] = {
         "rung": "evict",
         "rule": rule,
-        "situation": word(situation),
+        "situation": situation.word,
         "group": group[0],
         "group_size": group[1],
     }
@@ -108,11 +108,6 @@ def out(
         **what,
     )
     return [made, *ask(fleet, job, made, base)]
-
-
-def word(situation: Situation) -> str:
-    """A situation as events hold it."""
-    return situation.name.lower()
 
 
 def stays(fleet: Fleet, job: Job, node: str) -> bool:
@@ -172,7 +167,7 @@ def hand_over(
     left_down = job.ended and job.wanted == "running" and fleet.policy.mode_of(rule) == "observe"  # by us, before it observed
     what: dict[str, Any] = {} if incident and mode is None and not left_down else {"mode": mode or "auto"}
     if situation is not None:
-        what["situation"] = word(situation)
+        what["situation"] = situation.word
     what["reason"] = reason
     made = decision(fleet, job, incident, base, rung="hand_over", rule=rule, because=because, after=after, **what)
     if made.mode == "observe" or made.vetoed:

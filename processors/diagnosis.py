@@ -6,6 +6,7 @@ with all of its neighbours, so whoever has one good link is not the bad end, unl
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import prod
@@ -86,28 +87,26 @@ def weighed(results: Iterable[CheckResult], before: Weighed | None = None, rules
     """`before`: what the results of the same machines' last tests came to. Who passes now is named no more; who could not be tested stays
     named."""
     results = tuple(results)
-    failed = {
-        node: {result.test for result in results if result.node == node and result.passed is False}
-        for node in {result.node for result in results}
-    }
+    told: defaultdict[str, list[CheckResult]] = defaultdict(list)
+    for result in results:
+        if result.passed is not None:
+            told[result.node].append(result)
     if before is None:
         all_found = found(results, rules)
+        failed = {node: sorted({one.test for one in told[node] if not one.passed}) for node in all_found.named}
         shares = {
-            node: prod(rate(test).false_alarm for test in sorted(failed[node])) if failed.get(node, set()) <= {*ALONE} else 0.0
-            for node in all_found.named
+            node: prod(rate(test).false_alarm for test in tests) if {*tests} <= {*ALONE} else 0.0
+            for node, tests in failed.items()
         }
-        tests = tuple(test for test in ALONE if any(test in failed.get(node, ()) for node in shares))
+        tests = tuple(test for test in ALONE if any(test in own for own in failed.values()))
         return Weighed(all_found.named, shares, tests, all_found.doubts)
     named, shares, doubts = dict(before.named), dict(before.shares), list(before.doubts)
     for node, share in before.shares.items():
-        own = [
-            result for result in results if result.node == node and result.test in before.tests and result.passed is not None
-        ]
+        own = [one for one in told[node] if one.test in before.tests]
         if not own or not share:
             shares[node] = 0.0  # it is as certain as it gets
-            continue
-        if again := [result for result in own if result.passed is False]:
-            shares[node] = share * prod(rate(result.test).false_alarm for result in again)
+        elif again := [one for one in own if not one.passed]:
+            shares[node] = share * prod(rate(one.test).false_alarm for one in again)
             named[node] += f", {before.rounds + 1} times"
         else:
             doubts.append(f"{named.pop(node)}; it passed when it was tested once more")

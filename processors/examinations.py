@@ -21,7 +21,7 @@ from processors.decisions import Base, cut, decision, intent, restore_below
 from processors.ladder import EXAMINATIONS, Situation
 from processors.state import Fleet, Job, Plan, with_incident
 
-SLOW, METRIC = Situation.SLOW.name.lower(), Situation.METRIC.name.lower()
+SLOW, METRIC = Situation.SLOW.word, Situation.METRIC.word
 
 
 class Found(NamedTuple):
@@ -66,14 +66,15 @@ def concluded(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> J
         plan = plan._replace(weighed=weighed)
         if _doubtful(fleet, job, weighed):  # with time anew
             return job._replace(plan=plan._replace(pending={}, stage="stopping", deadline=""))
-    if outcome.result == "done" or plan.weighed:
+    told = outcome.result == "done" or plan.weighed is not None  # what an earlier round of tests told stands
+    if told:
         found = _FOUND[verb](fleet, job, plan, outcome)
     else:
         found = Found((), f"{plan.rung.replace('_', ' ')} came to nothing ({outcome.result}: {outcome.detail})")
     return with_incident(
         job._replace(plan=None),
         going_on=plan.situation, suspects=found.nodes, suspected_by=rule, finding=cut(found.why, 1500), group=found.group,
-        in_vain=outcome.result != "done" and not plan.weighed,
+        in_vain=not told,
     )  # fmt: skip
 
 
@@ -119,7 +120,8 @@ def _doubtful(fleet: Fleet, job: Job, weighed: diagnosis.Weighed) -> tuple[str, 
 
 def _by_tests(fleet: Fleet, job: Job, plan: Plan, outcome: OutcomeRecorded) -> Found:
     """Whoever could not be tested once more stays named."""
-    found = plan.weighed or diagnosis.weighed(_answers(outcome), None, fleet.policy.tests)
+    found = plan.weighed
+    assert found is not None
     if found.named:
         return Found(tuple(found.named), "; ".join(found.named.values()))
     ran = len({result.test for result in _answers(outcome) if result.passed is not None})

@@ -11,7 +11,6 @@ from typing import Any
 from processors.ladder import EXAMINATIONS, Situation
 from processors.state import Fleet, Job, Plan, with_incident
 
-FAILED = Situation.FAILED.name.lower()
 BY_EXAMINATION = frozenset(rule for _, rule in EXAMINATIONS.values())
 
 
@@ -63,7 +62,7 @@ def _goes_on(job: Job, plan: Plan, node: str) -> dict[str, Any]:
         return changes | {"going_on": plan.situation}
     unanswered = incident.crash or incident.stall or incident.metric or incident.slow
     if not unanswered and (job.ended or incident.crashed or incident.hung):
-        return changes | {"going_on": FAILED, "suspects": (), "finding": f"a person keeps {node} in"}
+        return changes | {"going_on": Situation.FAILED.word, "suspects": (), "finding": f"a person keeps {node} in"}
     return changes
 
 

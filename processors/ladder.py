@@ -24,6 +24,11 @@ class Situation(StrEnum):
     FAILED = "a recovery failed"
     SHARED = "many nodes of one rack, switch or bus at once"
 
+    @property
+    def word(self) -> str:
+        """As events hold it."""
+        return self.name.lower()
+
 
 class Last(StrEnum):
     """What was tried last in the incident, and what came of it."""

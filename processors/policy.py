@@ -15,6 +15,7 @@ from events.registry import canonical_json
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -171,10 +172,10 @@ class Pace(_Section):
     learn_blocks: Annotated[int, Field(ge=2, le=1000)] = 6
     past_blocks: Annotated[int, Field(ge=2, le=1000)] = 60
     #: Slower by this share, in so many blocks on end.
-    decline_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    decline_min: Share = 0.1
     decline_blocks: Annotated[int, Field(ge=1, le=1000)] = 3
     #: What is usual by now is slower by this share than what was usual at best.
-    ramp_min: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    ramp_min: Share = 0.2
     #: The first steps of an attempt, and after a change that the script told of, are not judged.
     grace_steps: Count = 10
     #: A rank's own time in compute is held against its peers' so often; slower than they by this share, for so many rounds on end.
@@ -194,7 +195,7 @@ class Pace(_Section):
     #: Steps on end that lack what speed was told in so far, after which the next best does.
     lacks_steps: Annotated[int, Field(ge=1, le=100_000)] = 64
     #: Beside a decline: a node whose slowest GPU runs below its peers' clocks by this share, told within this time.
-    clock_min: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    clock_min: Share = 0.1
     clock_s: Seconds = 75.0
 
 
@@ -253,34 +254,31 @@ class SharedCauses(_Section):
     settle_s: Seconds = 1.0
 
 
-_Share = Annotated[float, Field(gt=0, lt=1)]
-
-
 class Stacks(_Section):
     """Who stands apart in a round of stacks or flight recordings."""
 
     #: A stack is dominant if more than this share of the most frequent one's ranks have it.
-    dominant_ratio: _Share = 0.5
+    dominant_ratio: Share = 0.5
     #: If more of the ranks than this are outliers, most are not healthy, and the round says nothing.
-    outliers_share_max: _Share = 0.5
+    outliers_share_max: Share = 0.5
     #: Where so many of the ranks with a stack wait in communication, those that do not are its cause, however often they are at one place.
-    waiting_share_min: _Share = 0.5
+    waiting_share_min: Share = 0.5
     #: So many ranks' flight recordings are enough to go by.
-    recorded_share_min: _Share = 0.5
+    recorded_share_min: Share = 0.5
     #: A round of a slow job flags the smallest group that holds more than this share of its outliers.
-    flag_share_min: _Share = 0.5
+    flag_share_min: Share = 0.5
 
 
 class MachineTests(_Section):
     """What tests of machines say of them."""
 
     #: A link is slow with less than this share of what is usual for its kind, the middle of the fastest third; of fewer none is usual.
-    slow_share: _Share = 0.5
-    slow_share_gloo: _Share = 0.03
+    slow_share: Share = 0.5
+    slow_share_gloo: Share = 0.03
     links_min: Annotated[int, Field(ge=3, le=1000)] = 3
     #: An evicted machine that is bad with this probability is confirmed; below the other it is exonerated.
-    confirmed_from: _Share = 0.95
-    exonerated_below: _Share = 0.15
+    confirmed_from: Share = 0.95
+    exonerated_below: Share = 0.15
 
 
 STACKS, TESTS = Stacks(), MachineTests()

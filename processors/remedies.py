@@ -24,7 +24,6 @@ from processors.decisions import (
     spares_for,
     stays,
     with_ailing,
-    word,
 )
 from processors.examinations import groups_for, is_whole
 from processors.ladder import AFTER, LADDER, Last, Situation, rule_of
@@ -173,7 +172,7 @@ def _examine(rung: Rung) -> Remedy:
         mode = fleet.policy.mode_of(rung)
         if rung != "aggregate_stacks":  # what is stopped to be looked at must be able to start again
             mode = min(mode, fleet.policy.mode_of(rule_of(situation, "reattempt")), key=CAREFUL.index)
-        taken = decision(fleet, job, incident, base, rung=rung, rule=rung, mode=mode, situation=word(situation), because=why)
+        taken = decision(fleet, job, incident, base, rung=rung, rule=rung, mode=mode, situation=situation.word, because=why)
         return [taken, *ask(fleet, job, taken, base)]
 
     return made
@@ -188,7 +187,7 @@ def _restart(
         return "no recovery is left"
     rule = rule_of(situation, rung)
     nodes = with_ailing(fleet, job, job.gone, fleet.policy.mode_of(rule))
-    what |= {"rung": rung, "rule": rule, "nodes": nodes, "situation": word(situation)}
+    what |= {"rung": rung, "rule": rule, "nodes": nodes, "situation": situation.word}
     standbys = spares_for(fleet, job, nodes)
     if standbys is None:
         text = f"{because}; {no_standby(fleet, job, nodes)}"

@@ -3,7 +3,6 @@ processors.decided (its own decisions) say how they change. Named tuples, since 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -312,13 +311,7 @@ class Job(NamedTuple):
 
     def at(self, places: tuple[Place, ...]) -> Job:
         """The job on these machines."""
-        racks, switches = Counter(place.rack for place in places), Counter(place.switch for place in places)
-        sizes: dict[Scope, int] = {("fleet", ""): len(places)}
-        sizes |= {("rack", name): count for name, count in racks.items() if name}
-        sizes |= {("switch", name): count for name, count in switches.items() if name}
-        domains = Counter(place.nvlink_domain for place in places)
-        sizes |= {("nvlink_domain", name): count for name, count in domains.items() if name}
-        return self._replace(places=places, by_node={place.node: place for place in places}, sizes=sizes)
+        return self._replace(places=places, by_node={place.node: place for place in places}, sizes=counted({}, places))
 
     @property
     def quiet(self) -> bool:

@@ -104,11 +104,16 @@ async def with_bus(where: Address, user: str, work: Callable[[BusClient], Corout
     try:
         return await work(nc)
     except (LogError, NatsError):
-        if nc.not_permitted():
-            raise Refused(f"this key is not the {user}'s ({nc.not_permitted()}); name that with --key") from None
+        check_key(nc, user)
         raise
     finally:
         await nc.close()
+
+
+def check_key(nc: BusClient, user: str) -> None:
+    """Raises Refused if the server said that this key may not do what the user's may."""
+    if said := nc.not_permitted():
+        raise Refused(f"this key is not the {user}'s ({said}); name that with --key") from None
 
 
 def records_of(path: Path, stream: str, on_loss: Callable[[str], None]) -> Iterable[Record]:

@@ -89,6 +89,10 @@ def _speak(
         return await tell(JetStreamLog(nc, LEDGER), fact, name), text
 
     event, text = run(with_bus(address(home, url, key), "operator", work))
+    show_recorded(event, text, as_json)
+
+
+def show_recorded(event: str, text: str, as_json: bool) -> None:
     show_json({"event": event, "said": text}) if as_json else say(f"{text}; recorded as {event}")
 
 

@@ -32,7 +32,7 @@ from infra.cli.common import (
     show_json,
     with_bus,
 )
-from infra.cli.operator import Reason, one_job, told
+from infra.cli.operator import Reason, one_job, show_recorded, told
 from infra.cli.status import bus_now_ns
 from infra.jetstream import JetStreamLog
 from infra.job_code import asked_code
@@ -206,7 +206,7 @@ def speak(
     """Records a person's word, and says what was said."""
 
     event, text = run(with_bus(address(home, url, key), "operator", lambda nc: recorded(nc, make)))
-    show_json({"event": event, "said": text}) if as_json else say(f"{text}; recorded as {event}")
+    show_recorded(event, text, as_json)
 
 
 async def recorded(nc: BusClient, make: Callable[[BusClient], Awaitable[tuple[Fact, str]]]) -> tuple[str, str]:

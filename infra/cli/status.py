@@ -19,9 +19,9 @@ from infra.cli.common import (
     HomeOption,
     JsonOption,
     KeyOption,
-    Refused,
     UrlOption,
     address,
+    check_key,
     clean,
     console,
     put,
@@ -54,8 +54,7 @@ async def look(nc: BusClient) -> tuple[Watch, dict[str, int], list[Part]]:
     """LEDGER's fold, node -> seconds since it was heard, and the parts. A bus that keeps nothing is not read."""
     watch, at_work = Watch(), await parts(nc)
     if not keeps(at_work):
-        if nc.not_permitted():
-            raise Refused(f"this key is not the observer's ({nc.not_permitted()}); name that with --key")
+        check_key(nc, "observer")
         return watch, {}, at_work
     async for item in JetStreamLog(nc, LEDGER).read():
         watch.ledger(item)
