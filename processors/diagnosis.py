@@ -95,7 +95,7 @@ def weighed(results: Iterable[CheckResult], before: Weighed | None = None, rules
         all_found = found(results, rules)
         failed = {node: sorted({one.test for one in told[node] if not one.passed}) for node in all_found.named}
         shares = {
-            node: prod(rate(test).false_alarm for test in tests) if {*tests} <= {*ALONE} else 0.0
+            node: prod(rate(test).false_alarm for test in tests) if tests and {*tests} <= {*ALONE} else 0.0
             for node, tests in failed.items()
         }
         tests = tuple(test for test in ALONE if any(test in own for own in failed.values()))

@@ -221,3 +221,9 @@ def test_who_is_borne_out_by_other_machines_is_not_asked_again() -> None:
         [CheckResult(test="reference_step", node="a", passed=False), CheckResult(test="dcgm", node="a", passed=False)]
     )
     assert named.doubtful(10_000, 0.01, 3) == ()
+
+
+def test_a_machine_that_only_its_neighbours_tell_of_is_not_asked_again() -> None:
+    """It answered nothing itself: there is no test of its own to repeat."""
+    named = weighed([link("a", "b", False), link("c", "b", False), link("a", "c")])
+    assert list(named.named) == ["b"] and named.tests == () and named.doubtful(10_000, 0.01, 3) == ()
