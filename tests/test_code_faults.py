@@ -279,7 +279,6 @@ def test_syntax_errors(tmp_path: Path) -> None:
     assert fault.evidence.endswith("model.py:2)")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
 def test_exception_groups(tmp_path: Path) -> None:
     script = """
         def one():

@@ -582,7 +582,6 @@ async def test_what_is_let_go_while_it_is_being_parked_does_not_stay(world: Worl
     assert host._slots.idle("gpt 2") == []
 
 
-@pytest.mark.skipif(not PARKED.exists(), reason="the hook has no parked worker")
 async def test_the_hooks_own_parked_worker_becomes_the_script(world: World) -> None:
     host = await world.host(hook_folder=PARKED.parent.parent)
     command = python_command(world)
