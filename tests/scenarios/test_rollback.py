@@ -17,8 +17,8 @@ from tests.scenarios.harness import JOB, KEEPSTEP, PYTHON, SCRIPT, Scenario, pol
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")]
 
-#: Before it has proved stable.
-BAD = ("        step += 1\n", "        step += 1\n        if step - first == 15:\n            step + str(step)\n")
+#: Before it has proved stable, and after workers are parked for the attempt that follows.
+BAD = ("        step += 1\n", "        step += 1\n        if step - first == 60:\n            step + str(step)\n")
 
 
 def git(folder: Path, *words: str) -> str:
@@ -65,9 +65,10 @@ async def test_a_bad_revision_is_rolled_back_and_a_lazy_update_waits(tmp_path: P
     git(tmp_path, "init", "-q", "-b", "main")
     text = SCRIPT.read_text().replace("step = int(", "step = first = int(")
     good = commit(tmp_path, text)
-    async with Scenario(tmp_path, nodes=2, policy=policy(decider={"stable_steps": 30})) as s:
+    async with Scenario(tmp_path, nodes=2, policy=policy(decider={"stable_steps": 90})) as s:
         assert f"code: commit {good[:12]} of {tmp_path}" in await run(s)
         await s.until(lambda: s.job().stable == good, "stable revision")
+        await s.until(lambda: all(beat.parked for _, beat in s.watch.nodes.values()), "workers parked on every node")
         bad = commit(tmp_path, text.replace(*BAD))
         before = s.at
         assert (await s.cli_json("update", "HEAD", "--reason", "faster"))["revision"] == bad
